@@ -1,7 +1,7 @@
 """The operations of the model families: one file a family, each with its NumPy definition and its CASES.
 
-Here is only what all families share to be checked alike: what a case is, and how far two results are apart. An op's file
-ends with `CASES: dict[str, list[Case]]`, keyed by the name of the function. This file knows no op.
+Here is only what all families share to be checked alike: what a case is, and how far two results are apart.
+Each file ends with `CASES: dict[str, list[Case]]`, keyed by the name of the function. This file knows no op.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Case(NamedTuple):
 
 
 def cast(value: Any, dtype: Any) -> Any:
-    """A copy of `value` with each floating-point array as `dtype` (memory order kept); goes into dicts, tuples and lists."""
+    """A copy of `value`, each floating-point array as `dtype` (memory order kept); enters dicts, tuples and lists."""
     if isinstance(value, np.ndarray):
         return value.astype(dtype if value.dtype.kind == "f" else value.dtype, order="K", copy=True)
     if isinstance(value, dict):
@@ -39,7 +39,7 @@ def cast(value: Any, dtype: Any) -> Any:
 
 
 def relative_error(out: Any, ref: Any) -> float:
-    """||out - ref|| / ||ref|| in float64, the largest over a tuple's members; inf where one is finite and the other not."""
+    """||out - ref|| / ||ref|| in float64, the largest over a tuple's members; inf where only one of them is finite."""
     if isinstance(ref, (tuple, list)):
         if len(out) != len(ref):
             raise ValueError(f"expected {len(ref)} results to compare, found {len(out)}")
