@@ -1,0 +1,101 @@
+"""`boleinfer chat`: a conversation at the terminal or from a pipe, one line a turn. Knows only the LLM's public methods."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from boleinfer.generate import describe
+from boleinfer.options import load_model, sampling_params
+
+if TYPE_CHECKING:
+    from boleinfer.llm import LLM, RequestOutput
+    from boleinfer.sampling import SamplingParams
+
+Message = dict[str, str]
+_HELP = "/reset forgets the conversation, /system TEXT sets the system message, /exit leaves"
+
+
+def chat(args: argparse.Namespace) -> int:
+    """Exit status of the command. Ctrl-C at the prompt raises KeyboardInterrupt."""
+    sampling_params(args)  # a bad value is reported before any weight is read
+    llm = load_model(args)
+    params = sampling_params(args, llm.default_params)
+    messages = [_message("system", args.system)] if args.system else []
+    for line in read_lines():
+        name, _, rest = line.partition(" ")
+        if name == "/exit":
+            break
+        if name == "/reset":
+            messages = [m for m in messages if m["role"] == "system"]
+        elif name == "/system":
+            messages = [m for m in messages if m["role"] != "system"]
+            messages[:0] = [_message("system", rest.strip())] if rest.strip() else []
+        elif name.startswith("/"):
+            print(f"boleinfer: no such command: {name}. {_HELP}", file=sys.stderr)
+        else:
+            turn = [*messages, _message("user", line)]
+            text, output = answer(llm, turn, params)
+            messages = [*turn, _message("assistant", text)]
+            if output is not None and not args.quiet:
+                print(describe(output.outputs), file=sys.stderr)
+    return 0
+
+
+def read_lines() -> Iterator[str]:
+    """Lines that are not blank, from a terminal (prompt, line editing, history) or a pipe, until the input ends."""
+    if not sys.stdin.isatty():
+        for raw in sys.stdin.buffer:
+            if line := raw.decode("utf-8", "replace").strip():
+                yield line
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401  (its import gives input() editing and history)
+    print(_HELP, file=sys.stderr)
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            print()
+            return
+        if line:
+            yield line
+
+
+def answer(llm: LLM, messages: list[Message], params: SamplingParams) -> tuple[str, RequestOutput | None]:
+    """Print the answer as it comes; returns its text, and the output unless Ctrl-C stopped it."""
+    text, output = "", None
+    with ctrl_c_noted() as stopped, closing(llm.chat_stream(messages, params)) as chunks:
+        for chunk in chunks:
+            print(chunk.text, end="", flush=True)
+            text += chunk.text
+            output = chunk.output or output
+            if stopped:
+                break
+    print(flush=True)
+    return text, output
+
+
+@contextmanager
+def ctrl_c_noted() -> Iterator[list[int]]:
+    """Notes a first Ctrl-C in the yielded list, so that a step under way is finished; a second interrupts at once."""
+    noted: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        if noted:
+            raise KeyboardInterrupt
+        noted.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _message(role: str, content: str) -> Message:
+    return {"role": role, "content": content}

@@ -1,0 +1,183 @@
+"""The command line: parses, dispatches, makes a message and an exit status of every failure. Knows no model."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from boleinfer import __version__
+from boleinfer.options import UsageError, add_hub_flags, add_model_flags, add_run_flags, add_sampling_flags
+
+OK, FAILED, MISTAKE, INTERRUPTED = 0, 1, 2, 130
+
+_MAIN = """\
+commands at a glance:
+  boleinfer generate "def fibonacci(n):"     write on from a prompt with the bundled model
+  boleinfer chat -m Qwen/Qwen3.5-0.8B        talk to a model from the hub
+  boleinfer info ~/models/Qwen3.5-9B         what is in a model and how much memory it needs
+  boleinfer check                            does every op compute what its definition says on this machine?
+  boleinfer bench cpu                        what speculation gains on this machine
+
+exit status: 0 done, 1 failed while running, 2 something you asked for cannot be, 130 stopped with Ctrl-C
+"""
+_GENERATE = """\
+examples:
+  boleinfer generate "def fibonacci(n):"
+  boleinfer generate --echo --temp 0 -n 64 "class Stack:"
+  boleinfer generate -f prompt.py --stop $'\\n\\n' > answer.py
+  git show HEAD:setup.py | boleinfer generate --json -s 7 | jq .text
+  boleinfer generate -m ./my-model --draft none "import "      # plain decoding, one token a step
+"""
+_CHAT = """\
+examples:
+  boleinfer chat -m Qwen/Qwen3.5-0.8B --system "Answer in one sentence."
+  printf 'Hello!\\nWhat did I just say?\\n' | boleinfer chat -m ./my-model -q
+
+at the prompt: /reset forgets the conversation, /system TEXT sets the system message, /exit or Ctrl-D leaves.
+Ctrl-C stops an answer; at the prompt it leaves.
+"""
+_INFO = """\
+examples:
+  boleinfer info                       the bundled model
+  boleinfer info ~/models/Qwen3.5-9B   reads config.json and the headers of the weight files, never the weights
+"""
+_CHECK = """\
+examples:
+  boleinfer check
+  boleinfer check gdn attention        only the ops whose name contains one of these
+"""
+_BENCH = """\
+examples:
+  boleinfer bench cpu                              all prompts; writes benchmarks/results/cpu.json
+  boleinfer bench cpu --prompts 2 --repeats 1      a quick look
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every command; each command's namespace carries `run`, the function that does it."""
+    parser = _parser(argparse.ArgumentParser, prog="boleinfer", epilog=_MAIN,
+                     description="Tree speculative decoding for hybrid-attention language models.")  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"boleinfer {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
+        made = _parser(commands.add_parser, name, help=summary, description=summary.capitalize() + ".", epilog=epilog)
+        made.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
+        return made
+
+    generate = command("generate", "write on from a prompt", _GENERATE)
+    generate.add_argument(
+        "prompt", nargs="?", metavar="PROMPT", help="the text to go on from; - or nothing reads stdin"
+    )
+    generate.add_argument("-f", "--file", metavar="FILE", help="read the prompt from FILE")
+    generate.add_argument("--echo", action="store_true", help="print the prompt too")
+    generate.add_argument("--json", action="store_true", help="print one JSON object when done instead of streaming")
+    _add_quiet(generate)
+    add_sampling_flags(generate, choices=True)
+    add_run_flags(generate)
+    add_model_flags(generate)
+    generate.set_defaults(run=_run_generate)
+
+    chat = command("chat", "talk with a model, turn by turn", _CHAT)
+    chat.add_argument("--system", metavar="TEXT", help="the system message")
+    _add_quiet(chat)
+    add_sampling_flags(chat, choices=False)
+    add_run_flags(chat)
+    add_model_flags(chat)
+    chat.set_defaults(run=_run_chat)
+
+    info = command("info", "what is in a model and how much memory it needs", _INFO)
+    info.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub id (default: the bundled model)")
+    info.add_argument("--json", action="store_true", help="print it as one JSON object")
+    add_hub_flags(info)
+    info.set_defaults(run=_run_info)
+
+    check = command("check", "compute every op on this machine and compare it with its definition", _CHECK)
+    check.add_argument("ops", nargs="*", metavar="OP", help="only ops whose name contains OP")
+    check.set_defaults(run=_run_check)
+
+    bench = command("bench", "measure speed on this machine", _BENCH)
+    bench.add_argument("what", choices=["cpu"], help="cpu: plain decoding, every drafter and the matrix-vector floor")
+    bench.add_argument("-m", "--model", metavar="MODEL", help="folder or hub id (default: the bundled model)")
+    bench.add_argument("-n", "--max-tokens", type=int, default=128, metavar="N", help="tokens a prompt (default: 128)")
+    bench.add_argument("--prompts", type=int, metavar="N", help="only the first N prompts")
+    bench.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="runs of which the median counts (default: 3)"
+    )
+    bench.add_argument("-o", "--output", metavar="FILE", help="default: benchmarks/results/cpu.json of this checkout")
+    bench.set_defaults(run=_run_bench)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status. Only --help, --version and a bad flag leave through SystemExit."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character gets "?" instead of a crash
+    args = build_parser().parse_args(argv)
+    try:
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # `| head` has seen enough; nothing more may be written, not even by the interpreter's exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except Exception as error:
+        if args.debug or os.environ.get("BOLEINFER_DEBUG") == "1":
+            raise
+        mistake = _is_mistake(error)
+        print(f"boleinfer: {'' if mistake else type(error).__name__ + ': '}{error}", file=sys.stderr)
+        if not mistake:
+            print("boleinfer: set BOLEINFER_DEBUG=1 to see where this happened", file=sys.stderr)
+        return MISTAKE if mistake else FAILED
+
+
+def _is_mistake(error: Exception) -> bool:
+    from boleinfer.config import ConfigError
+    from boleinfer.hub import HubError
+    from boleinfer.llm import RequestError
+    from boleinfer.weights import WeightsError
+
+    return isinstance(error, (UsageError, ConfigError, HubError, RequestError, WeightsError))
+
+
+def _parser(make, *args, **kwargs) -> argparse.ArgumentParser:
+    return make(*args, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+
+
+def _add_quiet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-q", "--quiet", action="store_true", help="no statistics on stderr")
+
+
+def _run_generate(args: argparse.Namespace) -> int:
+    from boleinfer.generate import generate
+
+    return generate(args)
+
+
+def _run_chat(args: argparse.Namespace) -> int:
+    from boleinfer.chat import chat
+
+    return chat(args)
+
+
+def _run_info(args: argparse.Namespace) -> int:
+    from boleinfer.info import info
+
+    return info(args)
+
+
+def _run_check(args: argparse.Namespace) -> int:
+    from boleinfer.check import run_checks
+
+    return run_checks(args.ops)
+
+
+def _run_bench(args: argparse.Namespace) -> int:
+    from boleinfer.bench import bench_cpu
+
+    return bench_cpu(args)
