@@ -1,7 +1,7 @@
 """The operations of the model families: one file a family, each with its NumPy definition and its CASES.
 
-Here is only what all families share to be checked alike: what a case is, and how far two results are apart.
-Each file ends with `CASES: dict[str, list[Case]]`, keyed by the name of the function. This file knows no op.
+Here is only what all families share: two activations, what a case is, and how far two results are apart. Each file
+ends with `CASES: dict[str, list[Case]]`, keyed by the name of the function. This file knows no op.
 """
 
 from __future__ import annotations
@@ -10,6 +10,18 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    """1 / (1 + e^-x), any shape; 0 and 1 where e^-x passes the range of the type."""
+    with np.errstate(over="ignore"):
+        return 1 / (1 + np.exp(-x))
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    """x / (1 + e^-x), any shape; -0 where e^-x passes the range of the type."""
+    with np.errstate(over="ignore"):
+        return x / (1 + np.exp(-x))
 
 
 class Case(NamedTuple):
