@@ -48,7 +48,9 @@ class Tree:
             )
         bad = np.flatnonzero((tree.parent >= np.arange(len(tree))) | (tree.parent < -1))
         if bad.size:
-            raise ValueError(f"node {bad[0]} of the tree has parent {tree.parent[bad[0]]}; a parent must come before it")
+            raise ValueError(
+                f"node {bad[0]} of the tree has parent {tree.parent[bad[0]]}; a parent must come before it"
+            )
         return tree
 
     def __len__(self) -> int:
@@ -177,6 +179,38 @@ class Forest:
         """The rows of request b."""
         return slice(int(self.start[b]), int(self.start[b + 1]))
 
+    @cached_property
+    def slot(self) -> np.ndarray:
+        """int64 [R]: where a row's KV lies in its request: committed length plus the row's index in the tree."""
+        return (self.committed - self.start[:-1])[self.request] + np.arange(len(self))
+
+    def conv_sources(self, W: int) -> list[slice | np.ndarray]:
+        """For each of W taps, oldest first: what the R rows read of [windows of B requests, W-1 rows each | R rows].
+
+        A step back from a row is its parent, from a root the newest row of the request's window. A slice where the
+        rows read are consecutive (one chain), so that reading them copies nothing; else int64 [R].
+        """
+        if W not in self._conv_sources:
+            offset = len(self.trees) * (W - 1)
+            oldest_first = np.arange(offset) - 1
+            newest = self.request.astype(np.int64) * (W - 1) + W - 2
+            back = np.concatenate((oldest_first, np.where(self.parent < 0, newest, self.parent + offset)))
+            source = [np.arange(offset, offset + len(self))]
+            for _ in range(W - 1):
+                source.append(back[source[-1]])
+            self._conv_sources[W] = [_as_slice(s) for s in reversed(source)]
+        return self._conv_sources[W]
+
+    @cached_property
+    def _conv_sources(self) -> dict[int, list[slice | np.ndarray]]:
+        return {}
+
 
 def _concat(arrays: list[np.ndarray]) -> np.ndarray:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _as_slice(index: np.ndarray) -> slice | np.ndarray:
+    if (np.diff(index) == 1).all():
+        return slice(int(index[0]), int(index[0]) + len(index)) if len(index) else slice(0, 0)
+    return index

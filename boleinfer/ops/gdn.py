@@ -1,0 +1,237 @@
+"""Gated delta rule on a forest: gates, the recurrence, its chunk and tree forms, and how accepted rows are committed.
+
+Knows no other op and no model. In every function below
+* `g` is the natural-log decay (<= 0, -inf allowed: a full reset), G its sum along the root path;
+* the state S is [Hv, K, V], keys first; value head h reads key head h // (Hv // Hk);
+* q is already L2-normalised and scaled by K**-0.5, k already L2-normalised;
+* u is what a token adds to the state: S_n = e^{g_n} S_p + k_n u_n^T for a token n after p.
+
+    u_n = beta_n (v_n - e^{g_n} S_p^T k_n),   o_n = S_n^T q_n
+
+(Yang, Kautz, Hatamizadeh 2024, "Gated Delta Networks"). Sums of g are taken in float64, with g clamped at -800, whose
+exponential is already 0: differences of sums then neither lose digits nor meet inf - inf. Only exponents <= 0 are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from boleinfer.forest import Forest
+from boleinfer.ops import sigmoid
+
+CHUNK = 64
+
+
+@dataclass
+class Ring:
+    """Rows committed since the checkpoint S, per slot: a chain before every tree. Entries 0 .. length-1 are valid.
+
+    k: [slots, C, Hk, K]; u: [slots, C, Hv, V]; g: [slots, C, Hv]
+    length: int [slots], shared by all layers, so no op here writes it
+    """
+
+    k: np.ndarray
+    u: np.ndarray
+    g: np.ndarray
+    length: np.ndarray
+
+    def filled(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Views of the valid k, u and g of one slot."""
+        c = int(self.length[slot])
+        return self.k[slot, :c], self.u[slot, :c], self.g[slot, :c]
+
+
+def gates(a: np.ndarray, b: np.ndarray, A_log: np.ndarray, dt_bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """g = -e^{A_log} softplus(a + dt_bias) and beta = sigmoid(b), both [R, Hv] in a's dtype, for any finite input.
+
+    a, b: [R, Hv]; A_log, dt_bias: [Hv], in float32 or wider (narrower storage shifts every decay).
+    softplus(x) = log(e^0 + e^x), which is x itself for large x and never overflows. Source: HF Qwen3-Next.
+    """
+    g = np.logaddexp(0, a + dt_bias) * -np.exp(A_log)
+    return g.astype(a.dtype, copy=False), sigmoid(b)
+
+
+def recurrent(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, g: np.ndarray, beta: np.ndarray, S: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The definition, token by token along one path.
+
+    q, k: [T, Hk, K]; v: [T, Hv, V]; g, beta: [T, Hv]; S: [Hv, K, V].
+    Returns o, u [T, Hv, V] and the state after T tokens.
+    """
+    ratio = v.shape[1] // k.shape[1]
+    q, k = np.repeat(q, ratio, axis=1), np.repeat(k, ratio, axis=1)  # [T, Hv, K]
+    o, u = np.empty_like(v), np.empty_like(v)
+    for n in range(len(v)):
+        S = np.exp(g[n])[:, None, None] * S
+        u[n] = beta[n][:, None] * (v[n] - (k[n][:, None] @ S)[:, 0])
+        S = S + k[n][:, :, None] * u[n][:, None]
+        o[n] = (q[n][:, None] @ S)[:, 0]
+    return o, u, S
+
+
+def chunked(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    g: np.ndarray,
+    beta: np.ndarray,
+    S: np.ndarray,
+    chunk: int = CHUNK,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`recurrent` for long paths: closed form inside a chunk, the state from chunk to chunk. Same shapes and results."""
+    o, u = np.empty_like(v), np.empty_like(v)
+    causal = np.tri(min(chunk, len(v)), dtype=bool)
+    for first in range(0, len(v), chunk):
+        n = slice(first, first + chunk)
+        N = len(v[n])
+        o[n], u[n] = tree(q[n], k[n], v[n], g[n], beta[n], S, k[:0], u[:0], g[:0], causal[:N, :N])
+        S = fold(S, k[n], u[n], g[n])
+    return o, u, S
+
+
+def tree(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    g: np.ndarray,
+    beta: np.ndarray,
+    S: np.ndarray,
+    ring_k: np.ndarray,
+    ring_u: np.ndarray,
+    ring_g: np.ndarray,
+    ancestors: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Every node of a tree at once, S read once and never written.
+
+        past(x) = e^{G_n} S^T x + sum over ring i of e^{G_n - G_i} (k_i . x) u_i
+        (I + A) U = diag(beta) (V - past(k)),   A_na = beta_n e^{G_n - G_a} (k_a . k_n) at strict ancestors a of n
+        o_n = past(q_n) + sum over ancestors a of n, n included, of e^{G_n - G_a} (k_a . q_n) u_a
+
+    q, k: [N, Hk, K]; v: [N, Hv, V]; g, beta: [N, Hv]; S: [Hv, K, V], the state before the ring
+    ring_k: [c, Hk, K]; ring_u: [c, Hv, V]; ring_g: [c, Hv], filled entries only, oldest first
+    ancestors: bool [N, N], entry [n, a] True when a is n or an ancestor of n
+    Returns o, u [Hv, N, V] transposed to [N, Hv, V], in v's dtype.
+    """
+    (N, Hk, K), (Hv, V), c = k.shape, v.shape[1:], len(ring_k)
+    r = Hv // Hk
+    qk = np.concatenate((q, k)).transpose(1, 0, 2)  # [Hk, 2N, K]
+    G, decay = _decays(g, ring_g, ancestors, v.dtype)  # [Hv, N], [Hv, N, c+N]
+
+    past = qk[:, None] @ S.reshape(Hk, r, K, V)  # [Hk, r, 2N, V]
+    past = past.reshape(Hv, 2, N, V)
+    past *= G[:, None, :, None]
+    keys = np.concatenate((ring_k, k)) if c else k  # [c+N, Hk, K]
+    scores = (qk @ keys.transpose(1, 2, 0)).reshape(Hk, 1, 2, N, c + N)
+    weights = (scores * decay.reshape(Hk, r, 1, N, c + N)).reshape(Hv, 2, N, c + N)
+    if c:
+        past += weights[..., :c] @ ring_u.transpose(1, 0, 2)[:, None]
+
+    beta = beta.T[:, :, None]  # [Hv, N, 1]
+    u = v.transpose(1, 0, 2) - past[:, 1]  # [Hv, N, V]
+    u *= beta
+    if N > 1:
+        system = weights[:, 1, :, c:] * beta  # [Hv, N, N]
+        system[:, range(N), range(N)] = 1
+        u = np.linalg.solve(system, u)
+    o = past[:, 0] + weights[:, 0, :, c:] @ u
+    return o.transpose(1, 0, 2), u.transpose(1, 0, 2)
+
+
+def _decays(g: np.ndarray, ring_g: np.ndarray, ancestors: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """e^{G_n} [Hv, N] and e^{G_n - G_i} [Hv, N, c+N] over ring entries and nodes i; 0 where i is no ancestor of n."""
+    c = len(ring_g)
+    gsum = ancestors @ np.maximum(g, -800).astype(np.float64)  # [N, Hv]
+    columns = gsum
+    if c:
+        ring_gsum = np.maximum(ring_g, -800).cumsum(0, dtype=np.float64)
+        gsum = gsum + ring_gsum[-1]
+        columns = np.concatenate((ring_gsum, gsum))
+    exponent = gsum.T[:, :, None] - columns.T[:, None]  # [Hv, N, c+N]
+    np.copyto(exponent[:, :, c:], -np.inf, where=~ancestors)
+    return np.exp(gsum.T.astype(dtype)), np.exp(exponent.astype(dtype))
+
+
+def gdn(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    g: np.ndarray,
+    beta: np.ndarray,
+    S: np.ndarray,
+    ring: Ring,
+    slot: np.ndarray,
+    forest: Forest,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs o and factors u [R, Hv, V] of all rows of a forest; neither S nor the ring is written.
+
+    q, k: [R, Hk, K]; v: [R, Hv, V]; g, beta: [R, Hv]; S: [slots, Hv, K, V]; slot: int [B].
+    A long chain runs in chunks from the folded state, anything else in closed form over [ring | tree].
+    """
+    o, u = np.empty_like(v), np.empty_like(v)
+    for b, nodes in enumerate(forest.trees):
+        rows, s = forest.rows(b), slot[b]
+        args = (q[rows], k[rows], v[rows], g[rows], beta[rows])
+        if nodes.is_chain and len(nodes) > CHUNK:
+            o[rows], u[rows], _ = chunked(*args, fold(S[s], *ring.filled(s)))
+        elif len(nodes):
+            o[rows], u[rows] = tree(*args, S[s], *ring.filled(s), nodes.ancestors)
+    return o, u
+
+
+def fold(S: np.ndarray, k: np.ndarray, u: np.ndarray, g: np.ndarray) -> np.ndarray:
+    """The state after m more tokens of known u: e^{G_m} S + sum_i e^{G_m - G_i} k_i u_i^T.
+
+    S: [Hv, K, V]; k: [m, Hk, K]; u: [m, Hv, V]; g: [m, Hv]. Returns a new [Hv, K, V].
+    """
+    Hv, K, V = S.shape
+    m, Hk, _ = k.shape
+    gsum = np.maximum(g, -800).cumsum(0, dtype=np.float64)
+    total = gsum[-1] if m else np.zeros(Hv)
+    faded = u * np.exp((total - gsum).astype(u.dtype))[:, :, None]  # [m, Hv, V]
+    added = k.transpose(1, 2, 0)[:, None] @ faded.transpose(1, 0, 2).reshape(Hk, Hv // Hk, m, V)
+    return S * np.exp(total.astype(S.dtype))[:, None, None] + added.reshape(Hv, K, V)
+
+
+def ring_after(length: int, m: int, C: int) -> int:
+    """Ring length after committing m rows to a ring of capacity C that holds `length`.
+
+    Rows are appended while they fit; else the ring is folded into the state first, and the rows themselves too
+    when they are more than C.
+    """
+    if length + m <= C:
+        return length + m
+    return m if m <= C else 0
+
+
+def commit(
+    S: np.ndarray,
+    ring: Ring,
+    k: np.ndarray,
+    u: np.ndarray,
+    g: np.ndarray,
+    slot: np.ndarray,
+    paths: Sequence[np.ndarray],
+) -> None:
+    """Commit the accepted rows of each request, in place, by the rule of `ring_after`.
+
+    S: [slots, Hv, K, V] and ring.k, ring.u, ring.g are written at `slot` only. ring.length is left as it was: the
+    caller sets it by `ring_after` once all layers are done.
+    k: [R, Hk, K]; u: [R, Hv, V]; g: [R, Hv]; paths: B arrays of flat rows from a root downwards, possibly empty
+    """
+    C = ring.k.shape[1]
+    for s, path in zip(slot, paths):
+        m, first = len(path), int(ring.length[s])
+        if not m:
+            continue
+        if first + m > C:
+            S[s] = fold(S[s], *ring.filled(s))
+            first = 0
+        if m > C:
+            S[s] = fold(S[s], k[path], u[path], g[path])
+        else:
+            here = slice(first, first + m)
+            ring.k[s, here], ring.u[s, here], ring.g[s, here] = k[path], u[path], g[path]
