@@ -107,7 +107,7 @@ class Tree:
         """Both trees in one, shared prefixes joined; a node in both keeps the larger probability."""
         token, parent, prob = self.token.tolist(), self.parent.tolist(), self.prob.tolist()
         place = {(p, t): n for n, (p, t) in enumerate(zip(parent, token))}
-        here = []  # node of `other` -> node of the union
+        here: list[int] = []  # node of `other` -> node of the union
         for t, p, pr in zip(other.token.tolist(), other.parent.tolist(), other.prob.tolist()):
             key = (here[p] if p >= 0 else -1, t)
             if key in place:

@@ -82,7 +82,7 @@ def chunked(
     S: np.ndarray,
     chunk: int = CHUNK,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`recurrent` for long paths: closed form inside a chunk, the state from chunk to chunk. Same shapes and results."""
+    """`recurrent` for long paths: closed form inside a chunk, the state from chunk to chunk. Shapes as there."""
     o, u = np.empty_like(v), np.empty_like(v)
     causal = np.tri(min(chunk, len(v)), dtype=bool)
     for first in range(0, len(v), chunk):
