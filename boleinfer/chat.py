@@ -1,4 +1,4 @@
-"""`boleinfer chat`: a conversation at the terminal or from a pipe, one line a turn. Knows only the LLM's public methods."""
+"""`boleinfer chat`: a conversation, at the terminal or from a pipe. Knows only the LLM's public methods."""
 
 from __future__ import annotations
 
@@ -39,7 +39,13 @@ def chat(args: argparse.Namespace) -> int:
             print(f"boleinfer: no such command: {name}. {_HELP}", file=sys.stderr)
         else:
             turn = [*messages, _message("user", line)]
-            text, output = answer(llm, turn, params)
+            try:
+                text, output = answer(llm, turn, params)
+            except ValueError as error:  # a RequestError: too long, or a template that takes no such conversation
+                if not sys.stdin.isatty():
+                    raise
+                print(f"boleinfer: {error}", file=sys.stderr)
+                continue
             messages = [*turn, _message("assistant", text)]
             if output is not None and not args.quiet:
                 print(describe(output.outputs), file=sys.stderr)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from boleinfer import __version__
-from boleinfer.options import UsageError, add_hub_flags, add_model_flags, add_run_flags, add_sampling_flags
+from boleinfer.options import UsageError, add_hub_flags, add_model_flags, add_run_flags, add_sampling_flags, count
 
 OK, FAILED, MISTAKE, INTERRUPTED = 0, 1, 2, 130
 
@@ -101,10 +101,12 @@ def build_parser() -> argparse.ArgumentParser:
     bench = command("bench", "measure speed on this machine", _BENCH)
     bench.add_argument("what", choices=["cpu"], help="cpu: plain decoding, every drafter and the matrix-vector floor")
     bench.add_argument("-m", "--model", metavar="MODEL", help="folder or hub id (default: the bundled model)")
-    bench.add_argument("-n", "--max-tokens", type=int, default=128, metavar="N", help="tokens a prompt (default: 128)")
-    bench.add_argument("--prompts", type=int, metavar="N", help="only the first N prompts")
     bench.add_argument(
-        "--repeats", type=int, default=3, metavar="N", help="runs of which the median counts (default: 3)"
+        "-n", "--max-tokens", type=count, default=128, metavar="N", help="tokens a prompt (default: 128)"
+    )
+    bench.add_argument("--prompts", type=count, metavar="N", help="only the first N prompts")
+    bench.add_argument(
+        "--repeats", type=count, default=3, metavar="N", help="runs of which the median counts (default: 3)"
     )
     bench.add_argument("-o", "--output", metavar="FILE", help="default: benchmarks/results/cpu.json of this checkout")
     bench.set_defaults(run=_run_bench)
@@ -139,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _is_mistake(error: Exception) -> bool:
     from boleinfer.config import ConfigError
     from boleinfer.hub import HubError
-    from boleinfer.llm import RequestError
+    from boleinfer.request import RequestError
     from boleinfer.weights import WeightsError
 
     return isinstance(error, (UsageError, ConfigError, HubError, RequestError, WeightsError))

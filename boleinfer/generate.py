@@ -1,4 +1,4 @@
-"""`boleinfer generate`: a prompt in, text out as it comes, statistics beside it. Knows only the LLM's public methods."""
+"""`boleinfer generate`: a prompt in, text out as it comes, statistics beside. Knows only the LLM's public methods."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import math
 import sys
 import time
 from contextlib import closing
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,27 +94,25 @@ def _print_whole(args: argparse.Namespace, output: RequestOutput) -> None:
 def describe(outputs: list[CompletionOutput], first_token_s: float | None = None) -> str:
     """Two lines on how an answer came about; several answers are added up."""
     stats = [o.stats for o in outputs]
-    prompt, tokens = stats[0].prompt_tokens, sum(s.generated_tokens for s in stats)
+    tokens = sum(s.generated_tokens for s in stats)
     steps, drafted, accepted = (sum(getattr(s, name) for s in stats) for name in ("steps", "drafted", "accepted"))
-    decode_s = max(s.decode_s for s in stats)
-    histogram = [sum(column) for column in _columns([s.histogram for s in stats])]
+    decode_s = sum(s.decode_s for s in stats)  # a step's time is shared out among the answers it served
+    histogram = [sum(column) for column in zip_longest(*(s.histogram for s in stats), fillvalue=0)]
     first = f", first after {first_token_s:.2f} s" if first_token_s is not None else ""
-    shares = " ".join(f"{accepted}:{steps}" for accepted, steps in enumerate(histogram) if steps)
+    by_accepted = " ".join(f"{number}:{count}" for number, count in enumerate(histogram) if count)
     return (
-        f"[{prompt} prompt tokens, {tokens} tokens at {tokens / max(decode_s, 1e-9):.1f} tokens/s{first}; "
+        f"[{stats[0].prompt_tokens} prompt tokens, {tokens} tokens{first}; "
+        f"{(accepted + steps) / decode_s if decode_s else 0:.1f} tokens/s; "
         f"{', '.join(sorted({o.finish_reason for o in outputs}))}; seed {outputs[0].seed}]\n"
-        f"[{steps} steps, {tokens / max(steps, 1):.2f} tokens a step; drafted={drafted} accepted={accepted}; "
-        f"steps by number accepted: {shares or 'none'}]"
+        f"[{steps} steps, {(accepted + steps) / max(steps, 1):.2f} tokens a step; "
+        f"drafted={drafted} accepted={accepted}; steps by number accepted: {by_accepted or 'none'}]"
     )
-
-
-def _columns(rows: list[list[int]]) -> list[list[int]]:
-    width = max(map(len, rows))
-    return [[row[i] if i < len(row) else 0 for row in rows] for i in range(width)]
 
 
 def _plain(value: Any) -> Any:
     """What JSON can hold of dataclasses, NumPy values and dicts with any keys; inf and NaN become null."""
+    if hasattr(value, "as_dict"):
+        return _plain(value.as_dict())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):

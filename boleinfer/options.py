@@ -15,6 +15,16 @@ class UsageError(Exception):
     """Something the person at the keyboard has to change: printed without a traceback, exit status 2."""
 
 
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    try:
+        if (number := int(text)) >= 1:
+            return number
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+
+
 def _logit_bias(text: str) -> tuple[int, float]:
     token, equals, bias = text.partition("=")
     try:
@@ -64,12 +74,12 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     """Where and how the model runs."""
     group = parser.add_argument_group("running")
     group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
-    group.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="default: auto")
-    group.add_argument("-c", "--ctx-size", "--max-model-len", dest="max_model_len", type=int, metavar="N",
+    group.add_argument("--dtype", choices=["auto", "float32"], default="auto", help="default: auto")
+    group.add_argument("-c", "--ctx-size", "--max-model-len", dest="max_model_len", type=count, metavar="N",
                        help="longest prompt plus answer, in tokens (default: the model's own limit)")  # fmt: skip
     group.add_argument("--draft", choices=["auto", "none", "ngram", "mtp"], default="auto",
                        help="who proposes the tokens to verify; never changes the text (default: auto)")  # fmt: skip
-    group.add_argument("--draft-nodes", type=int, metavar="N", help="at most N proposed tokens a step")
+    group.add_argument("--draft-nodes", type=count, metavar="N", help="at most N proposed tokens a step")
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, choices: bool) -> None:
