@@ -1,0 +1,119 @@
+"""Drafts with the checkpoint's own MTP layer, run recursively as a best-first top-k tree.
+
+The layer pairs the target's hidden row of position p with token p+1 and predicts token p+2. It keeps a KV cache of its
+own, filled with true hidden rows after every commit; while drafting, a row's own output stands in for the hidden row
+that is not known yet, and its keys and values lie in scratch places behind the committed ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from boleinfer.decoder import Decoder
+from boleinfer.draft.base import Committed, Limits
+from boleinfer.forest import Forest, Tree
+from boleinfer.request import Request
+from boleinfer.state import State
+
+
+class _Growing:
+    """The draft tree of one request while it grows: all candidates, and which of them the MTP layer has run."""
+
+    def __init__(self, y: np.ndarray):
+        self.token: list[int] = []
+        self.parent: list[int] = []
+        self.prob: list[float] = []
+        self.frontier: list[int] = []  # candidates of the deepest level
+        self.run: dict[int, int] = {}  # candidate -> its node in the MTP layer's own tree
+        self.run_parent: list[int] = []
+        self.y: dict[int, np.ndarray] = {-1: y}  # candidate -> MTP output; -1 is the row that drafts the roots
+
+    def add(self, parent: int, tokens: np.ndarray, probs: np.ndarray) -> None:
+        """The top-k children of a candidate (-1: roots)."""
+        at = self.prob[parent] if parent >= 0 else 1.0
+        for token, prob in zip(tokens.tolist(), probs.tolist()):
+            self.frontier.append(len(self.token))
+            self.token.append(token)
+            self.parent.append(parent)
+            self.prob.append(at * prob)
+
+    def expand(self, width: int, min_prob: float) -> list[int]:
+        """The likeliest candidates of the deepest level, now nodes of the MTP layer's tree."""
+        best = sorted(self.frontier, key=lambda n: -self.prob[n])[:width]
+        chosen = [n for n in best if self.prob[n] >= min_prob]
+        self.frontier = []
+        for n in chosen:
+            self.run[n] = len(self.run_parent)
+            self.run_parent.append(self.run.get(self.parent[n], -1))
+        return chosen
+
+
+class MTPDrafter:
+    """Top-k tree of the MTP layer.
+
+    top_k: children of a node; width: nodes of a level that are expanded; vocab: ids the draft head looks at (a prefix)
+    """
+
+    def __init__(self, model: Decoder, state: State, top_k: int = 3, width: int = 2, vocab: int | None = None):
+        if not model.has_mtp or state.mtp is None:
+            raise ValueError("draft 'mtp' needs a checkpoint with an MTP layer (mtp.* tensors); this one has none")
+        self._model, self._state = model, state
+        self._top_k, self._width, self._vocab = top_k, width, vocab
+        self._last: dict[Request, np.ndarray] = {}  # y of the last committed position
+
+    def scratch_rows(self, limits: Limits) -> int:
+        """Places behind the committed ones that a proposal may write."""
+        return self._width * max(limits.depth - 1, 0)
+
+    def observe(self, news: Sequence[Committed]) -> None:
+        """Runs the layer over the committed positions with the target's hidden rows: its KV stays true to the text."""
+        if not news:
+            return
+        tokens = [n.request.tokens[n.start + 1 : n.start + 1 + len(n.hidden)] for n in news]
+        forest = Forest.of([Tree.chain(t) for t in tokens], [n.start for n in news])
+        batch = self._state.batch(forest, [n.request.place for n in news])
+        y = self._model.mtp(forest.token, np.concatenate([n.hidden for n in news]), batch, self._state)
+        for n, end in zip(news, forest.start[1:]):
+            self._last[n.request] = y[end - 1]
+
+    def forget(self, request: Request) -> None:
+        self._last.pop(request, None)
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[Limits]) -> list[Tree]:
+        growing = [_Growing(self._last[r]) for r in requests]
+        self._add_children([(g, -1) for g, lim in zip(growing, limits) if lim.depth > 0 and lim.nodes > 0])
+        for level in range(1, max((lim.depth for lim in limits), default=0)):
+            chosen = [
+                g.expand(self._width, lim.min_prob) if level < lim.depth else [] for g, lim in zip(growing, limits)
+            ]
+            if not any(chosen):
+                break
+            self._run(requests, growing, chosen)
+            self._add_children([(g, n) for g, nodes in zip(growing, chosen) for n in nodes])
+        return [lim.trim(Tree.of(g.token, g.parent, g.prob)) for g, lim in zip(growing, limits)]
+
+    def _run(self, requests: Sequence[Request], growing: list[_Growing], chosen: list[list[int]]) -> None:
+        """The MTP layer over the chosen candidates of all requests."""
+        trees = [Tree.of([0] * len(g.run), g.run_parent) for g in growing]
+        forest = Forest.of(trees, [r.committed for r in requests])
+        batch = self._state.batch(forest, [r.place for r in requests])
+        rows = [s + g.run[n] for s, g, nodes in zip(forest.start.tolist(), growing, chosen) for n in nodes]
+        token = [g.token[n] for g, nodes in zip(growing, chosen) for n in nodes]
+        hidden = np.stack([g.y[g.parent[n]] for g, nodes in zip(growing, chosen) for n in nodes])
+        y = self._model.mtp(np.asarray(token, np.int32), hidden, batch, self._state, np.asarray(rows))
+        for row, (g, n) in zip(y, ((g, n) for g, nodes in zip(growing, chosen) for n in nodes)):
+            g.y[n] = row
+
+    def _add_children(self, parents: list[tuple[_Growing, int]]) -> None:
+        """One look of the draft head at each parent's output, and its top-k tokens as children."""
+        if not parents:
+            return
+        logits = self._model.logits(np.stack([g.y[n] for g, n in parents]), self._vocab)  # [n, vocab]
+        top = np.argpartition(logits, -self._top_k, axis=1)[:, -self._top_k :]
+        peak = logits.max(axis=1, keepdims=True)
+        total = np.exp(logits - peak).sum(axis=1, keepdims=True)
+        prob = np.exp(np.take_along_axis(logits, top, axis=1) - peak) / total
+        for (g, n), tokens, probs in zip(parents, top, prob):
+            g.add(n, tokens, probs)

@@ -1,0 +1,329 @@
+"""The library's front door: load a model, generate, stream, chat. Text in, text out; the loop itself is in engine."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from boleinfer import hub, models, weights
+from boleinfer.config import ConfigError, read_config
+from boleinfer.decoder import Decoder
+from boleinfer.draft import make_drafter
+from boleinfer.draft.base import Drafter, Limits
+from boleinfer.engine import Engine
+from boleinfer.forest import Forest, Tree
+from boleinfer.output import TextOutput
+from boleinfer.request import Request, RequestError, Stats
+from boleinfer.sampling import Sampler, SamplingParams
+from boleinfer.scheduler import Scheduler
+from boleinfer.state import State
+from boleinfer.tokenizer import Tokenizer
+
+BUNDLED = Path(models.__file__).parent / "bole-coder-16m"
+LONGEST_DEFAULT = 8192  # context unless asked for more: its KV pages are reserved when the model is loaded
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One answer.
+
+    finish_reason: "stop", "length", "error" or "abort"; logprobs: per token {id: natural log}, the chosen id first
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None
+    logprobs: list[dict[int, float]] | None
+    stats: Stats
+    seed: int
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """The answers to one prompt; the first one's fields are there directly too."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.outputs[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[dict[int, float]] | None:
+        return self.outputs[0].logprobs
+
+    @property
+    def stats(self) -> Stats:
+        return self.outputs[0].stats
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """A piece of an answer; finish_reason and output come with the last piece only."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    output: RequestOutput | None = None
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A request and the text it grows."""
+
+    request: Request
+    text: TextOutput
+    choice: int
+
+    def completion(self) -> CompletionOutput:
+        r, s = self.request, self.request.sampler
+        self.text.end()
+        return CompletionOutput(
+            index=self.choice,
+            text=self.text.text,
+            token_ids=r.generated,
+            finish_reason=r.finish_reason,
+            stop_reason=self.text.stopped_by if r.stop_reason is None else r.stop_reason,
+            logprobs=r.logprobs if r.params.logprobs is not None else None,
+            stats=r.stats,
+            seed=s.seed,
+            error=r.error,
+        )
+
+
+class LLM:
+    """A loaded model with its engine.
+
+    model:         folder or hub id of a checkpoint (None: the model that ships with the package)
+    device:        "auto" or "cpu"
+    dtype:         "auto" or "float32", the arithmetic on the CPU
+    draft:         "auto", "none", "ngram", "mtp", or a Drafter
+    max_model_len: tokens of a request at most, prompt included (None: the model's own limit, at most 8,192)
+    max_batch:     requests that run at once; others wait
+    max_rows:      rows of one step; longer prompts are cut into pieces
+    draft_nodes:   drafted tokens of a request and step at most; draft_depth: of one path
+    ring:          committed factors kept before the state is folded
+    poison:        fill unwritten memory with NaN (tests)
+    progress:      called with (bytes done, bytes in all) while weights load
+
+    Raises ConfigError, WeightsError, HubError for a model that cannot be used, ValueError for a bad option.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        draft: str | Drafter = "auto",
+        revision: str | None = None,
+        token: str | None = None,
+        offline: bool | None = None,
+        max_model_len: int | None = None,
+        max_batch: int = 8,
+        max_rows: int = 512,
+        page_size: int = 16,
+        ring: int = 32,
+        draft_nodes: int = 16,
+        draft_depth: int = 8,
+        poison: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ):
+        _one_of("device", device, ("auto", "cpu"), "this version computes on the CPU only")
+        _one_of("dtype", dtype, ("auto", "float32"), "the CPU computes in float32")
+        for name, value in (("max_batch", max_batch), ("max_rows", max_rows), ("page_size", page_size), ("ring", ring)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: at least 1 is needed")
+        if max_rows < max_batch:
+            raise ValueError(f"max_rows={max_rows} is less than max_batch={max_batch}; a running request needs a row")
+        folder = BUNDLED if model is None else hub.load_model_files(str(model), revision, token, offline)
+        self.config = read_config(folder / "config.json")
+        self.max_model_len = _context(max_model_len, self.config.max_position_embeddings)
+        family = models.family(self.config.model_type)
+        loaded = weights.load(
+            folder, self.config, family.plan, mtp=True if draft == "mtp" else "auto", progress=progress
+        )
+        self.model: Decoder = family.build(self.config, loaded)
+        self.tokenizer = Tokenizer.from_folder(folder)
+        self.default_params = SamplingParams(**self.tokenizer.generation_defaults)
+        limits = Limits(nodes=draft_nodes, depth=draft_depth, min_prob=0.05)
+        scratch = 1 + max(draft_nodes, 2 * draft_depth)
+        pages = max_batch * -(-(self.max_model_len + scratch) // page_size)
+        self._state = State(self.config, max_batch, pages, page_size, ring, mtp=self.model.has_mtp, poison=poison)
+        drafter = make_drafter(draft, self.model, self._state) if isinstance(draft, str) else draft
+        scheduler = Scheduler(self._state, max_batch, max_rows, max_rows, limits, scratch)
+        self.engine = Engine(self.model, self._state, drafter, scheduler)
+        self._valid = self.tokenizer.valid_ids(self.config.vocab_size)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Answers to one or many prompts, each a string or a list of ids, in their order.
+
+        params: one for all, one a prompt, or None for the model's own defaults.
+        Raises RequestError, naming the prompt, before anything runs."""
+        many = _as_list(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(many)
+        if len(each) != len(many):
+            raise RequestError(f"{len(many)} prompts need as many params, or one for all; got {len(each)}")
+        groups = [
+            self._start(p, q, f"prompt {i}" if len(many) > 1 else "the prompt")
+            for i, (p, q) in enumerate(zip(many, each))
+        ]
+        everything = [running for group in groups for running in group]
+        try:
+            for running in everything:
+                self._submit(running)
+            while any(not r.request.finished for r in everything):
+                self.engine.step()
+        finally:
+            for running in everything:
+                self.engine.drop(running.request)
+        return [self._output(p, group) for p, group in zip(many, groups)]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+        """The answer piece by piece; closing the iterator early frees what the request holds."""
+        group = self._start(prompt, params, "the prompt")
+        if len(group) > 1:
+            raise RequestError(f"n={len(group)}: a stream carries one answer; use generate for several")
+        return self._stream(prompt, group[0])
+
+    def chat(
+        self, messages: Sequence[dict], params: SamplingParams | None = None, **template_vars: Any
+    ) -> RequestOutput:
+        """The answer to a conversation of {"role", "content"} messages, laid out by the model's own chat template."""
+        return self.generate([self.tokenizer.chat_ids(messages, **template_vars)], params)[0]
+
+    def chat_stream(
+        self, messages: Sequence[dict], params: SamplingParams | None = None, **template_vars: Any
+    ) -> Iterator[StreamChunk]:
+        """As chat, piece by piece."""
+        return self.stream(self.tokenizer.chat_ids(messages, **template_vars), params)
+
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """float32 [T, vocab]: row t holds the logits of the token after ids[t]."""
+        tokens = self._check_ids(list(ids), "ids")
+        state, rows = self._state, self.engine.scheduler.max_rows
+        place = state.take(len(tokens))
+        try:
+            parts = []
+            for start in range(0, len(tokens), rows):
+                batch = state.batch(Forest.of([Tree.chain(tokens[start : start + rows])], [start]), [place])
+                hidden, pending = self.model.forward(batch, state)
+                state.commit(batch, pending, [np.arange(len(hidden))])
+                parts.append(self.model.logits(hidden))
+            return np.concatenate(parts)
+        finally:
+            state.give_back(place)
+
+    def _start(self, prompt: Prompt, params: SamplingParams | None, what: str) -> list[_Running]:
+        """The requests of a prompt, one a choice; nothing is reserved yet."""
+        params = self.default_params if params is None else params
+        tokens = self._check_ids(self._tokens(prompt, what), what)
+        limit = self.max_model_len
+        if params.max_tokens is not None:
+            limit = min(limit, len(tokens) + params.max_tokens)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        end_ids = frozenset(params.stop_token_ids or ()) | (
+            frozenset() if params.ignore_eos else self.tokenizer.eos_ids
+        )
+        group = []
+        for choice in range(params.n):
+            stream = self.tokenizer.stream()
+            text = TextOutput(stream, params.stop_strings)
+            sampler = Sampler(params, seed, choice, tokens, end_ids, self._valid)
+            group.append(_Running(Request(list(tokens), params, sampler, limit, end_ids, text.push), text, choice))
+        return group
+
+    def _submit(self, running: _Running) -> None:
+        request = running.request
+        if len(request.tokens) >= request.limit:
+            request.finish_reason = "length"
+        else:
+            self.engine.add(request)
+
+    def _stream(self, prompt: Prompt, running: _Running) -> Iterator[StreamChunk]:
+        request, sent = running.request, 0
+        try:
+            self._submit(running)
+            while not request.finished:
+                self.engine.step()
+                if not request.finished and (piece := running.text.take()):
+                    yield StreamChunk(piece, request.generated[sent:])
+                    sent = len(request.generated)
+            output = self._output(prompt, [running])
+            yield StreamChunk(running.text.take(), request.generated[sent:], request.finish_reason, output)
+        finally:
+            self.engine.drop(request)
+
+    def _output(self, prompt: Prompt, group: list[_Running]) -> RequestOutput:
+        first = group[0].request
+        return RequestOutput(
+            prompt if isinstance(prompt, str) else None,
+            first.tokens[: first.prompt_length],
+            [running.completion() for running in group],
+        )
+
+    def _tokens(self, prompt: Prompt, what: str) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if isinstance(prompt, Sequence | np.ndarray) and all(isinstance(i, int | np.integer) for i in prompt):
+            return [int(i) for i in prompt]
+        raise RequestError(f"{what} must be a string or a list of token ids, got {type(prompt).__name__}")
+
+    def _check_ids(self, tokens: list[int], what: str) -> list[int]:
+        if not tokens:
+            raise RequestError(f"{what} is empty: at least one token is needed to continue from")
+        bad = next((t for t in tokens if not 0 <= t < self.config.vocab_size), None)
+        if bad is not None:
+            raise RequestError(f"{what} holds token id {bad}; ids run from 0 to {self.config.vocab_size - 1}")
+        if len(tokens) > self.max_model_len:
+            raise RequestError(
+                f"{what} has {len(tokens)} tokens, more than the {self.max_model_len} allowed here; shorten it, or "
+                f"load the model with a larger max_model_len (its own limit is {self.config.max_position_embeddings})"
+            )
+        return tokens
+
+
+def _context(asked: int | None, own: int) -> int:
+    if asked is None:
+        return min(own, LONGEST_DEFAULT)
+    if not 1 <= asked <= own:
+        raise ConfigError(f"max_model_len={asked}: this model takes 1 to {own} tokens (max_position_embeddings)")
+    return asked
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...], why: str) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: {why}; use {' or '.join(map(repr, allowed))}")
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence | np.ndarray):
+        raise RequestError(f"prompts must be a string, a list of ids, or a list of those; got {type(prompts).__name__}")
+    if len(prompts) and all(isinstance(p, int | np.integer) for p in prompts):
+        return [prompts]
+    if not len(prompts):
+        raise RequestError("the list of prompts is empty: give at least one prompt")
+    return list(prompts)

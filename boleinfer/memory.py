@@ -1,0 +1,51 @@
+"""Allocators for page and slot numbers, and poisoned buffers for tests. Knows nothing of what the numbers stand for."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class OutOfPlaces(RuntimeError):
+    """An allocator was asked for more than it has free."""
+
+
+class Allocator:
+    """Hands out the numbers 0 .. size-1, each to one holder at a time; runs of consecutive numbers where it can."""
+
+    def __init__(self, what: str, size: int):
+        self.what = what
+        self.size = size
+        self._free = np.ones(size, bool)
+
+    @property
+    def free(self) -> int:
+        """How many numbers are free."""
+        return int(self._free.sum())
+
+    def take(self, n: int) -> np.ndarray:
+        """int32 [n], increasing: the first run of n free numbers, or the n lowest free ones if there is no such run.
+
+        Raises OutOfPlaces, changing nothing, when fewer than n are free."""
+        places = np.flatnonzero(self._free)
+        if len(places) < n:
+            raise OutOfPlaces(f"{n} {self.what} were asked for and {len(places)} of {self.size} are free")
+        if 0 < n < len(places):
+            run = np.flatnonzero(places[n - 1 :] - places[: len(places) - n + 1] == n - 1)
+            first = int(run[0]) if run.size else 0
+            places = places[first : first + n]
+        taken = places[:n].astype(np.int32)
+        self._free[taken] = False
+        return taken
+
+    def give_back(self, places: np.ndarray) -> None:
+        """Frees numbers; one that is free already is an error of the program (RuntimeError), and frees nothing."""
+        if self._free[places].any() or len(np.unique(places)) != len(places):
+            raise RuntimeError(
+                f"{self.what} {np.asarray(places).tolist()} were given back, but some of them are free already"
+            )
+        self._free[places] = True
+
+
+def buffer(shape: tuple[int, ...], dtype: np.typing.DTypeLike = np.float32, poison: bool = False) -> np.ndarray:
+    """An array that promises nothing about its contents: untouched memory, or NaN everywhere when poisoned."""
+    return np.full(shape, np.nan, dtype) if poison else np.empty(shape, dtype)

@@ -1,0 +1,115 @@
+"""Which requests take part in a step and with how many rows. Moves no data and knows no model."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from boleinfer.draft.base import Drafter, Limits
+from boleinfer.forest import Tree
+from boleinfer.memory import OutOfPlaces
+from boleinfer.request import Request
+from boleinfer.state import State
+
+
+@dataclass(frozen=True)
+class Work:
+    """One request's part of a step: a chain of `known` tokens, and the drafted tree that hangs on its last node.
+
+    complete: the chain ends with the request's last known token, so that a new token can be sampled after it
+    decodes:  the step goes on from a sampled token (else it reads the prompt)"""
+
+    request: Request
+    tree: Tree
+    known: int
+    complete: bool
+    decodes: bool
+
+    @property
+    def drafted(self) -> int:
+        """Rows that are guesses."""
+        return len(self.tree) - self.known
+
+
+def grow(known: Sequence[int], draft: Tree) -> Tree:
+    """The chain of known tokens with the drafted roots as children of its last node."""
+    m = len(known)
+    if not len(draft):
+        return Tree.chain(known)
+    return Tree(
+        np.concatenate([np.asarray(known, np.int32), draft.token]),
+        np.concatenate([np.arange(-1, m - 1, dtype=np.int32), np.where(draft.parent < 0, m - 1, draft.parent + m)]),
+        np.concatenate([np.ones(m, np.float32), draft.prob]),
+    )
+
+
+def share(trees: Sequence[Tree], rows: int) -> list[Tree]:
+    """The likeliest `rows` nodes of all the trees together: likely requests get more of them."""
+    if sum(map(len, trees)) <= rows:
+        return list(trees)
+    ranked = np.sort(np.concatenate([t.prob for t in trees]))[::-1]
+    bar = ranked[rows] if rows < len(ranked) else 0.0
+    counts = [int((t.prob > bar).sum()) for t in trees]  # ties at the bar lose: never more than `rows`
+    return [t.best(n) for t, n in zip(trees, counts)]
+
+
+class Scheduler:
+    """First come, first served; a request is admitted when its longest possible life fits, so nothing is ever evicted.
+
+    max_batch:  requests in a step
+    max_rows:   rows in a step (prompts are cut into pieces that fit)
+    draft_rows: drafted rows in a step, over the whole batch
+    limits:     bounds of one request's drafted tree
+    scratch:    places behind the committed tokens that drafting and verification may write
+    """
+
+    def __init__(self, state: State, max_batch: int, max_rows: int, draft_rows: int, limits: Limits, scratch: int):
+        self._state = state
+        self.max_batch, self.max_rows, self.draft_rows = max_batch, max_rows, draft_rows
+        self.limits, self.scratch = limits, scratch
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+
+    def admit(self) -> None:
+        """Gives waiting requests a place, in order, as long as there is room."""
+        while self.waiting and len(self.running) < self.max_batch:
+            try:
+                self.waiting[0].place = self._state.take(self.waiting[0].limit + self.scratch)
+            except OutOfPlaces:
+                return
+            self.running.append(self.waiting.popleft())
+
+    def plan(self, drafter: Drafter) -> list[Work]:
+        """The rows of the next step: every decoding request's tree first, then pieces of prompts."""
+        decoding = [r for r in self.running if r.stats.generated_tokens]
+        rows = self.max_rows - len(decoding)
+        limits = [self._limits(r) for r in decoding]
+        trees = share(drafter.propose(decoding, limits), max(0, min(rows, self.draft_rows))) if decoding else []
+        works = [Work(r, grow(r.pending, t), 1, complete=True, decodes=True) for r, t in zip(decoding, trees)]
+        rows -= sum(w.drafted for w in works)
+        for request in self.running:
+            if rows > 0 and not request.stats.generated_tokens:
+                pending = request.pending
+                piece = Tree.chain(pending[:rows])
+                works.append(Work(request, piece, len(piece), complete=len(piece) == len(pending), decodes=False))
+                rows -= len(piece)
+        return works
+
+    def drop(self, request: Request) -> None:
+        """Takes a request out, wherever it is, and frees its place."""
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        if request.place is not None:
+            self._state.give_back(request.place)
+            request.place = None
+
+    def _limits(self, request: Request) -> Limits:
+        """Nothing is drafted beyond the last token the request may still get."""
+        room = request.limit - len(request.tokens) - 1
+        depth = max(0, min(self.limits.depth, room))
+        return replace(self.limits, depth=depth, nodes=self.limits.nodes if depth else 0)

@@ -1,0 +1,182 @@
+"""What a model remembers of each request: KV pages, convolution windows, GDN checkpoints with their factor rings.
+
+`forward` only reads it (its own rows lie in scratch places behind the committed ones); `commit` is the only writer.
+A rejected draft therefore needs no rollback: there is nothing to undo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from boleinfer.config import ModelConfig
+from boleinfer.forest import Forest
+from boleinfer.memory import Allocator, OutOfPlaces, buffer
+from boleinfer.ops import conv, gdn
+from boleinfer.ops.attention import move_kv
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's rows and where each request keeps its memory.
+
+    slot:       int32 [B], row of the GDN and convolution arrays
+    page_table: int32 [B, M], the pages of each request in order of position (entries past its own pages are 0)
+    """
+
+    forest: Forest
+    slot: np.ndarray
+    page_table: np.ndarray
+
+
+@dataclass(frozen=True)
+class KVLayer:
+    """Keys and values of one attention layer, [pages, P, Hkv, Dh] each; keys after norm and rotation."""
+
+    k: np.ndarray
+    v: np.ndarray
+
+
+@dataclass(frozen=True)
+class GDNLayer:
+    """One GDN layer: the last W-1 convolution inputs [slots, W-1, Cc], the checkpoint S [slots, Hv, K, V], the ring."""
+
+    window: np.ndarray
+    S: np.ndarray
+    ring: gdn.Ring
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What the rows of one step would add to a GDN layer.
+
+    x [R, Cc], convolution inputs; k [R, Hk, K], u [R, Hv, V] and log decay g [R, Hv] of the recurrence
+    """
+
+    x: np.ndarray
+    k: np.ndarray
+    u: np.ndarray
+    g: np.ndarray
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one request lives: its slot and its pages, in order of position."""
+
+    slot: int
+    pages: np.ndarray
+
+
+class State:
+    """The memory of all requests of one model.
+
+    config:    sizes and layer types
+    slots:     requests that can live at once
+    pages:     KV pages shared by all of them, page_size positions each
+    ring:      C, committed factors a slot may hold before they are folded into its checkpoint
+    mtp:       whether to keep the KV of the MTP layer too
+    poison:    fill everything with NaN, here and whenever a place is given back (tests)
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        slots: int,
+        pages: int,
+        page_size: int = 16,
+        ring: int = 32,
+        mtp: bool = False,
+        dtype: np.typing.DTypeLike = np.float32,
+        poison: bool = False,
+    ):
+        c = config
+        Hk, K, Hv, V = (
+            c.linear_num_key_heads,
+            c.linear_key_head_dim,
+            c.linear_num_value_heads,
+            c.linear_value_head_dim,
+        )
+        self.page_size, self.poison = page_size, poison
+        self.slots = Allocator("state slots", slots)
+        self.pages = Allocator("KV pages", pages)
+        self.ring_length = np.zeros(slots, np.int32)  # one for all layers: they commit the same rows
+
+        def kv_layer() -> KVLayer:
+            shape = (pages, page_size, c.num_key_value_heads, c.head_dim)
+            return KVLayer(buffer(shape, dtype, poison), buffer(shape, dtype, poison))
+
+        def gdn_layer() -> GDNLayer:
+            factors = gdn.Ring(
+                k=buffer((slots, ring, Hk, K), dtype, poison),
+                u=buffer((slots, ring, Hv, V), dtype, poison),
+                g=buffer((slots, ring, Hv), dtype, poison),
+                length=self.ring_length,
+            )
+            window = buffer((slots, c.linear_conv_kernel_dim - 1, 2 * Hk * K + Hv * V), dtype, poison)
+            return GDNLayer(window, buffer((slots, Hv, K, V), dtype, poison), factors)
+
+        self.layers = [gdn_layer() if kind == "linear_attention" else kv_layer() for kind in c.layer_types]
+        self.mtp = kv_layer() if mtp else None
+
+    def pages_for(self, positions: int) -> int:
+        """Pages that hold so many positions."""
+        return -(-positions // self.page_size)
+
+    def take(self, positions: int) -> Place:
+        """A fresh place for a request of at most so many positions, scratch rows included: nothing is remembered.
+
+        Raises OutOfPlaces, holding nothing, when no slot or too few pages are free."""
+        if not self.slots.free:
+            raise OutOfPlaces(f"all {self.slots.size} state slots are taken")
+        place = Place(pages=self.pages.take(self.pages_for(positions)), slot=int(self.slots.take(1)[0]))
+        self.ring_length[place.slot] = 0
+        for layer in self.layers:
+            if isinstance(layer, GDNLayer):
+                layer.S[place.slot] = 0
+                layer.window[place.slot] = 0
+        return place
+
+    def give_back(self, place: Place) -> None:
+        """Frees the slot and the pages of a request."""
+        self.slots.give_back(np.asarray([place.slot]))
+        self.pages.give_back(place.pages)
+        if self.poison:
+            for layer in [*self.layers, self.mtp]:
+                if isinstance(layer, GDNLayer):
+                    for array in (layer.window, layer.S, layer.ring.k, layer.ring.u, layer.ring.g):
+                        array[place.slot] = np.nan
+                elif layer is not None:
+                    layer.k[place.pages] = layer.v[place.pages] = np.nan
+
+    def batch(self, forest: Forest, places: Sequence[Place]) -> Batch:
+        """The forest together with where its requests live."""
+        table = np.zeros((len(places), max(len(p.pages) for p in places)), np.int32)
+        for row, place in zip(table, places):
+            row[: len(place.pages)] = place.pages
+        return Batch(forest, np.asarray([p.slot for p in places], np.int32), table)
+
+    def commit(self, batch: Batch, pending: Sequence[Factors | None], paths: Sequence[np.ndarray]) -> None:
+        """Makes one path of each request's tree part of its past; what lies off the paths is forgotten.
+
+        pending: per layer the factors that `forward` returned (None at attention layers)
+        paths:   per request the accepted nodes from a root down, as indices inside its tree; may be empty
+        """
+        forest, C = batch.forest, self._ring_capacity
+        rows = [path + start for path, start in zip(paths, forest.start)]  # flat rows
+        for layer, factors in zip(self.layers, pending):
+            if isinstance(layer, GDNLayer):
+                conv.commit_window(factors.x, layer.window, batch.slot, rows)
+                gdn.commit(layer.S, layer.ring, factors.k, factors.u, factors.g, batch.slot, rows)
+        for b, path in enumerate(paths):
+            slot, m, T = batch.slot[b], len(path), int(forest.committed[b])
+            self.ring_length[slot] = gdn.ring_after(int(self.ring_length[slot]), m, C)
+            if m and path[-1] != m - 1:  # scattered rows: close the gaps
+                for layer in self.layers:
+                    if isinstance(layer, KVLayer):
+                        move_kv(layer.k, layer.v, batch.page_table[b], T + path, T + np.arange(m))
+
+    @property
+    def _ring_capacity(self) -> int:
+        return next((la.ring.g.shape[1] for la in self.layers if isinstance(la, GDNLayer)), 0)
