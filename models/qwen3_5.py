@@ -1,0 +1,11 @@
+"""Qwen3.5 dense (`qwen3_5_text`): Gated DeltaNet and gated attention layers with a gated MLP. Knows no files."""
+
+from __future__ import annotations
+
+from boleinfer.config import ModelConfig
+from boleinfer.plans import Shapes, Target, dense_ffn, separate_projections, text_model
+
+
+def plan(config: ModelConfig, tensors: Shapes) -> list[Target]:
+    """How checkpoint tensors (bare name -> shape) become this family's arrays."""
+    return text_model(config, tensors, separate_projections, dense_ffn)
