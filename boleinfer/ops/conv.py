@@ -25,10 +25,11 @@ def causal_conv(x: np.ndarray, w: np.ndarray, window: np.ndarray, slot: np.ndarr
     """
     Cc, W = w.shape
     inputs = np.concatenate((window[slot].reshape(-1, Cc), x))  # [B*(W-1) + R, Cc]
-    sources = forest.conv_sources(W)
-    y = inputs[sources[-1]] * w[:, -1]  # [R, Cc]
-    for tap in range(W - 1):
-        y += inputs[sources[tap]] * w[:, tap]
+    taps = np.ascontiguousarray(w.T)  # [W, Cc]; the layout that loaded weights have already
+    *older, current = zip(forest.conv_sources(W), taps)
+    y = inputs[current[0]] * current[1]  # [R, Cc]
+    for source, tap in older:
+        y += inputs[source] * tap
     return silu(y)
 
 

@@ -22,7 +22,8 @@ import numpy as np
 from boleinfer.forest import Forest
 from boleinfer.ops import sigmoid
 
-CHUNK = 64
+CHUNK = 64  # rows of a long chain taken at once
+BLOCK = 16  # rows of the triangular system inverted at once
 
 
 @dataclass
@@ -134,11 +135,23 @@ def tree(
     u = v.transpose(1, 0, 2) - past[:, 1]  # [Hv, N, V]
     u *= beta
     if N > 1:
-        system = weights[:, 1, :, c:] * beta  # [Hv, N, N]
-        system[:, range(N), range(N)] = 1
-        u = np.linalg.solve(system, u)
+        u = _solve(weights[:, 1, :, c:] * beta, u)
     o = past[:, 0] + weights[:, 0, :, c:] @ u
     return o.transpose(1, 0, 2), u.transpose(1, 0, 2)
+
+
+def _solve(A: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """(I + strict lower part of A)^-1 y by forward substitution in blocks; A [Hv, N, N] holds 0 above the diagonal.
+
+    A block's own inverse is safe to form: entry [n, a] is what a unit of v_a leaves in u_n, at most 1 in size.
+    """
+    N, u = A.shape[1], np.empty_like(y)
+    A[:, range(N), range(N)] = 1
+    for first in range(0, N, BLOCK):
+        n = slice(first, first + BLOCK)
+        rest = y[:, n] - A[:, n, :first] @ u[:, :first] if first else y[:, n]
+        u[:, n] = np.linalg.inv(A[:, n, n]) @ rest
+    return u
 
 
 def _decays(g: np.ndarray, ring_g: np.ndarray, ancestors: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
