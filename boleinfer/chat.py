@@ -14,7 +14,7 @@ from boleinfer.options import load_model, sampling_params
 
 if TYPE_CHECKING:
     from boleinfer.llm import LLM, RequestOutput
-    from boleinfer.sampling import SamplingParams
+    from boleinfer.params import SamplingParams
 
 Message = dict[str, str]
 _HELP = "/reset forgets the conversation, /system TEXT sets the system message, /exit leaves"

@@ -17,7 +17,7 @@ from boleinfer.options import UsageError, load_model, sampling_params
 
 if TYPE_CHECKING:
     from boleinfer.llm import LLM, CompletionOutput, RequestOutput
-    from boleinfer.sampling import SamplingParams
+    from boleinfer.params import SamplingParams
 
 
 def generate(args: argparse.Namespace) -> int:

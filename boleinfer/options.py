@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from boleinfer.llm import LLM
-    from boleinfer.sampling import SamplingParams
+    from boleinfer.params import SamplingParams
 
 
 class UsageError(Exception):
@@ -125,11 +125,10 @@ def sampling_params(args: argparse.Namespace, defaults: SamplingParams | None = 
 
     Without `defaults` it only checks the flags, so that a bad value is reported before a large model is read.
     """
-    from boleinfer.sampling import SamplingParams
+    from boleinfer.params import SamplingParams
 
     fields = [field for _, field, *_ in _SAMPLING] + ["stop", "stop_token_ids", "ignore_eos", "n", "logprobs"]
     given = {field: value for field in fields if (value := getattr(args, field, None)) is not None}
-    given.setdefault("max_tokens", 256)
     if args.logit_bias:
         given["logit_bias"] = dict(args.logit_bias)
     try:

@@ -1,0 +1,178 @@
+"""`boleinfer bench cpu`: plain decoding, every drafter and the matrix-vector floor, interleaved in one run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+import boleinfer
+from boleinfer.draft import NAMES, make_drafter
+from boleinfer.llm import BUNDLED, LLM
+from boleinfer.ops.linear import linear
+from boleinfer.options import UsageError
+from boleinfer.params import SamplingParams
+from boleinfer.provenance import provenance
+
+SEED = 20
+
+
+def bench_cpu(args: argparse.Namespace) -> int:
+    """Exit status of the command: 1 when a drafter changed a token. Writes the result file of a full run."""
+    output = _output_file(args)
+    prompts = json.loads((BUNDLED / "heldout_prompts.json").read_text(encoding="utf-8"))[: args.prompts]
+    llm = LLM(args.model)
+    names = [name for name in NAMES if name != "mtp" or llm.model.has_mtp]
+    modes = {
+        "greedy": SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=True),
+        "sampled": SamplingParams(
+            temperature=0.6, top_k=20, top_p=0.95, seed=SEED, max_tokens=args.max_tokens, ignore_eos=True
+        ),
+    }
+    matrices = list(decode_matrices(llm))
+    results = {mode: {name: Runs() for name in names} for mode in modes}
+    floor_s: list[float] = []
+    for repeat in range(args.repeats + 1):  # the first round only warms up
+        for mode, params in modes.items():
+            for prompt in prompts[:1] if repeat == 0 else prompts:
+                for name in names:
+                    llm.engine.drafter = make_drafter(name, llm.model, llm.engine.state)
+                    results[mode][name].add(prompt, *timed(llm, prompt, params), keep=repeat > 0)
+                floor_s.append(matvec_s(matrices))
+    record = {
+        "what": "batch 1, held-out Python prompts; medians over the repeats, summed over the prompts",
+        **provenance(),
+        "model": args.model or BUNDLED.name,
+        "prompts": len(prompts),
+        "tokens_a_prompt": args.max_tokens,
+        "repeats": args.repeats,
+        "matvec_ms": 1e3 * median(floor_s),
+        "matvec_bytes": sum(w.nbytes for w, _ in matrices),
+        "modes": {mode: summary(runs, median(floor_s)) for mode, runs in results.items()},
+    }
+    print(table(record))
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        print(f"written to {output}", file=sys.stderr)
+    return 0 if all(runs["same_tokens"] for mode in record["modes"].values() for runs in mode.values()) else 1
+
+
+class Runs:
+    """What one drafter did: per prompt its seconds, tokens and statistics."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.stats: dict[str, Any] = {}
+
+    def add(self, prompt: str, seconds: float, tokens: list[int], stats: Any, keep: bool) -> None:
+        if keep:
+            self.seconds.setdefault(prompt, []).append(seconds)
+        self.tokens[prompt], self.stats[prompt] = tokens, stats
+
+    @property
+    def decode_s(self) -> float:
+        """Median seconds of each prompt, summed."""
+        return sum(median(s) for s in self.seconds.values())
+
+    @property
+    def decoded(self) -> int:
+        """Tokens that those seconds gave: all but each answer's first, which the prompt's own pass gives."""
+        return sum(len(self.tokens[prompt]) - 1 for prompt in self.seconds)
+
+
+def timed(llm: LLM, prompt: str, params: SamplingParams) -> tuple[float, list[int], Any]:
+    """Wall seconds of one request without its prompt's pass, its tokens and statistics."""
+    start = time.perf_counter()
+    output = llm.generate(prompt, params)[0]
+    return time.perf_counter() - start - output.stats.prefill_s, output.token_ids, output.stats
+
+
+def decode_matrices(llm: LLM) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Every matrix that plain decoding multiplies one row with, once a token, each with such a row [1, Din]."""
+    rng = np.random.default_rng(0)
+    for name, w in llm.model.weights.items():
+        if name.startswith("mtp.") or name.endswith("conv1d") or name == "embed_tokens":
+            continue  # drafting only; depthwise, no matrix; a look-up (a tied head is there as lm_head)
+        stack = w[: llm.config.num_experts_per_tok] if w.ndim == 3 else [w]
+        for matrix in stack if w.ndim > 1 else []:
+            yield matrix, rng.standard_normal((1, matrix.shape[1]), np.float32)
+
+
+def matvec_s(matrices: list[tuple[np.ndarray, np.ndarray]], repeats: int = 5) -> float:
+    """Median seconds of one row through all of them: what a token costs at least."""
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for w, x in matrices:
+            linear(x, w)
+        seconds.append(time.perf_counter() - start)
+    return median(seconds)
+
+
+def summary(runs: dict[str, Runs], floor_s: float) -> dict[str, dict[str, Any]]:
+    """Per drafter: speed, ratio to plain decoding, share of the floor, steps and what was accepted in them."""
+    plain = runs["none"]
+    made = {}
+    for name, run in runs.items():
+        stats = list(run.stats.values())
+        histogram = [sum(column) for column in zip_longest(*(s.histogram for s in stats), fillvalue=0)]
+        steps, accepted = sum(s.steps for s in stats), sum(s.accepted for s in stats)
+        made[name] = {
+            "tokens_per_s": run.decoded / run.decode_s,
+            "times_plain": (run.decoded / run.decode_s) / (plain.decoded / plain.decode_s),
+            "ms_per_token": 1e3 * run.decode_s / run.decoded,
+            "matvec_share": floor_s * run.decoded / run.decode_s,
+            "tokens_per_step": (accepted + steps) / steps,
+            "drafted": sum(s.drafted for s in stats),
+            "accepted": accepted,
+            "steps_by_accepted": histogram,
+            "draft_s": sum(s.draft_s for s in stats),
+            "verify_s": sum(s.verify_s for s in stats),
+            "same_tokens": run.tokens == plain.tokens,
+        }
+    return made
+
+
+def table(record: dict[str, Any]) -> str:
+    """The result for people."""
+    lines = [
+        f"{record['model']} on {record['cpu']}, {record['cores']} cores, numpy {record['numpy']} ({record['blas']})",
+        f"{record['prompts']} prompts x {record['tokens_a_prompt']} tokens, batch 1, median of {record['repeats']}; "
+        f"the weights' matrix-vector products alone: {record['matvec_ms']:.2f} ms a token",
+        "",
+        f"{'':8} {'draft':6} {'tokens/s':>9} {'x plain':>8} {'ms/token':>9} {'of matvec':>10} {'a step':>7}  steps by "
+        "accepted tokens",
+    ]
+    for mode, runs in record["modes"].items():
+        for name, r in runs.items():
+            speed = (
+                f"{r['tokens_per_s']:9.1f} {r['times_plain']:8.2f} {r['ms_per_token']:9.2f} {r['matvec_share']:10.0%}"
+            )
+            by_accepted = " ".join(f"{i}:{n}" for i, n in enumerate(r["steps_by_accepted"]) if n)
+            lines.append(
+                f"{mode:8} {name:6} {speed} {r['tokens_per_step']:7.2f}  {by_accepted}"
+                f"{'' if r['same_tokens'] else '  TOKENS DIFFER FROM PLAIN'}"
+            )
+    return "\n".join(lines)
+
+
+def _output_file(args: argparse.Namespace) -> Path | None:
+    """Where to write; None for a quick look, which is no result to keep."""
+    if args.output is not None:
+        return Path(args.output)
+    if args.prompts is not None:
+        return None
+    root = Path(boleinfer.__file__).parent.parent
+    if not (root / "pyproject.toml").is_file():
+        raise UsageError("this is no checkout, so there is no benchmarks/results to write into; name a file with -o")
+    return root / "benchmarks" / "results" / "cpu.json"

@@ -1,0 +1,68 @@
+"""Where a measurement comes from: machine, libraries, date, exact sources. Knows nothing of what was measured."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import boleinfer
+from boleinfer import models
+
+_SUFFIXES = {".py", ".cu", ".cuh"}
+
+
+def provenance() -> dict[str, Any]:
+    """What a result file says of its origin, as JSON can hold it."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "boleinfer": boleinfer.__version__,
+        "sources_sha256": sources_hash(),
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": {
+            k: v for k in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS") if (v := os.environ.get(k))
+        },
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "blas": blas_name(),
+    }
+
+
+def sources_hash() -> str:
+    """SHA-256 over the names and contents of everything that computes: boleinfer/, models/*.py and cuda/."""
+    package = Path(boleinfer.__file__).parent
+    folders = {"boleinfer": package, "models": Path(models.__file__).parent}
+    folders["cuda"] = next((p for p in (package / "cuda", package.parent / "cuda") if p.is_dir()), package / "cuda")
+    digest = hashlib.sha256()
+    for name, folder in folders.items():
+        for file in sorted(f for f in folder.rglob("*") if f.suffix in _SUFFIXES):
+            where = f"{name}/{file.relative_to(folder).as_posix()}"
+            if name == "boleinfer" and where.split("/")[1] in ("models", "cuda"):
+                continue  # an installed package holds the other two folders inside this one
+            digest.update(f"{where}\0{file.stat().st_size}\0".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def cpu_name() -> str:
+    """The processor's own name where the system tells it, else its architecture."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def blas_name() -> str:
+    """Name and version of the BLAS that NumPy was built with."""
+    blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
+    return f"{blas.get('name', 'unknown')} {blas.get('version', '')}".strip()
