@@ -222,9 +222,10 @@ def accept(
     row = logits if callable(logits) else logits.__getitem__
     nodes, tokens = [root], [sampler.sample(row(root))]
     while not (stop and stop(tokens[-1])):
-        node = tree.child(nodes[-1], tokens[-1])
-        if node is None:
+        children = np.flatnonzero((tree.parent == nodes[-1]) & (tree.token == tokens[-1]))
+        if not children.size:
             break
+        node = int(children[0])
         try:
             token = sampler.sample(row(node), tokens)
         except BrokenLogits:
