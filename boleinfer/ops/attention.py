@@ -10,7 +10,7 @@ import numpy as np
 
 from boleinfer.forest import Forest
 
-SCORES = 1 << 22  # attention scores held at once; more query rows are taken in blocks
+SCORES = 1 << 18  # scores held at once, to stay in cache: more query rows are taken in blocks
 
 
 def write_kv(
@@ -58,7 +58,7 @@ def tree_attention(
         lo, hi = int(cuts[b]), int(cuts[b + 1])
         T = int(forest.committed[b])
         nodes = np.arange(len(tree)) if rows is None else rows[lo:hi] - forest.start[b]
-        block = max(1, SCORES // (q.shape[1] * (T + len(tree))))
+        block = max(8, SCORES // (q.shape[1] * (T + len(tree))))
         for i in range(0, hi - lo, block):
             n = nodes[i : i + block]
             mask = tree.ancestors[n]  # [n, N]

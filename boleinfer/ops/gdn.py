@@ -146,7 +146,7 @@ def _solve(A: np.ndarray, y: np.ndarray) -> np.ndarray:
     A block's own inverse is safe to form: entry [n, a] is what a unit of v_a leaves in u_n, at most 1 in size.
     """
     N, u = A.shape[1], np.empty_like(y)
-    A[:, range(N), range(N)] = 1
+    np.einsum("hnn->hn", A)[...] = 1
     for first in range(0, N, BLOCK):
         n = slice(first, first + BLOCK)
         rest = y[:, n] - A[:, n, :first] @ u[:, :first] if first else y[:, n]
@@ -157,15 +157,15 @@ def _solve(A: np.ndarray, y: np.ndarray) -> np.ndarray:
 def _decays(g: np.ndarray, ring_g: np.ndarray, ancestors: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
     """e^{G_n} [Hv, N] and e^{G_n - G_i} [Hv, N, c+N] over ring entries and nodes i; 0 where i is no ancestor of n."""
     c = len(ring_g)
-    gsum = ancestors @ np.maximum(g, -800).astype(np.float64)  # [N, Hv]
+    gsum = np.maximum(g.T, -800, dtype=np.float64) @ ancestors.T  # [Hv, N]
     columns = gsum
     if c:
-        ring_gsum = np.maximum(ring_g, -800).cumsum(0, dtype=np.float64)
-        gsum = gsum + ring_gsum[-1]
-        columns = np.concatenate((ring_gsum, gsum))
-    exponent = gsum.T[:, :, None] - columns.T[:, None]  # [Hv, N, c+N]
+        ring_gsum = np.maximum(ring_g.T, -800, dtype=np.float64).cumsum(1)
+        gsum = gsum + ring_gsum[:, -1:]
+        columns = np.concatenate((ring_gsum, gsum), axis=1)
+    exponent = gsum[:, :, None] - columns[:, None]  # [Hv, N, c+N]
     np.copyto(exponent[:, :, c:], -np.inf, where=~ancestors)
-    return np.exp(gsum.T.astype(dtype)), np.exp(exponent.astype(dtype))
+    return np.exp(gsum.astype(dtype)), np.exp(exponent.astype(dtype))
 
 
 def gdn(
