@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from boleinfer.generate import describe
-from boleinfer.options import load_model, sampling_params
+from boleinfer.options import UsageError, load_model, sampling_params
 
 if TYPE_CHECKING:
-    from boleinfer.llm import LLM, RequestOutput
-    from boleinfer.params import SamplingParams
+    from boleinfer.llm import RequestOutput, StreamChunk
 
 Message = dict[str, str]
 _HELP = "/reset forgets the conversation, /system TEXT sets the system message, /exit leaves"
@@ -40,12 +39,13 @@ def chat(args: argparse.Namespace) -> int:
         else:
             turn = [*messages, _message("user", line)]
             try:
-                text, output = answer(llm, turn, params)
-            except ValueError as error:  # a RequestError: too long, or a template that takes no such conversation
+                chunks = llm.chat_stream(turn, params)
+            except ValueError as error:  # too long, no template, or one that takes no such conversation
                 if not sys.stdin.isatty():
-                    raise
+                    raise UsageError(str(error)) from error
                 print(f"boleinfer: {error}", file=sys.stderr)
                 continue
+            text, output = answer(chunks)
             messages = [*turn, _message("assistant", text)]
             if output is not None and not args.quiet:
                 print(describe(output.outputs), file=sys.stderr)
@@ -72,10 +72,10 @@ def read_lines() -> Iterator[str]:
             yield line
 
 
-def answer(llm: LLM, messages: list[Message], params: SamplingParams) -> tuple[str, RequestOutput | None]:
-    """Print the answer as it comes; returns its text, and the output unless Ctrl-C stopped it."""
+def answer(chunks: Generator[StreamChunk, None, None]) -> tuple[str, RequestOutput | None]:
+    """Print an answer as it comes; returns its text, and the output unless Ctrl-C stopped it."""
     text, output = "", None
-    with ctrl_c_noted() as stopped, closing(llm.chat_stream(messages, params)) as chunks:
+    with ctrl_c_noted() as stopped, closing(chunks):
         for chunk in chunks:
             print(chunk.text, end="", flush=True)
             text += chunk.text

@@ -142,9 +142,10 @@ def _is_mistake(error: Exception) -> bool:
     from boleinfer.config import ConfigError
     from boleinfer.hub import HubError
     from boleinfer.request import RequestError
+    from boleinfer.tokenizer import TokenizerError
     from boleinfer.weights import WeightsError
 
-    return isinstance(error, (UsageError, ConfigError, HubError, RequestError, WeightsError))
+    return isinstance(error, (UsageError, ConfigError, HubError, RequestError, TokenizerError, WeightsError))
 
 
 def _parser(make, *args, **kwargs) -> argparse.ArgumentParser:

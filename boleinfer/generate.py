@@ -103,7 +103,7 @@ def describe(outputs: list[CompletionOutput], first_token_s: float | None = None
     return (
         f"[{stats[0].prompt_tokens} prompt tokens, {tokens} tokens{first}; "
         f"{(accepted + steps) / decode_s if decode_s else 0:.1f} tokens/s; "
-        f"{', '.join(sorted({o.finish_reason for o in outputs}))}; seed {outputs[0].seed}]\n"
+        f"{', '.join(sorted({str(o.finish_reason) for o in outputs}))}; seed {outputs[0].seed}]\n"
         f"[{steps} steps, {(accepted + steps) / max(steps, 1):.2f} tokens a step; "
         f"drafted={drafted} accepted={accepted}; steps by number accepted: {by_accepted or 'none'}]"
     )

@@ -78,6 +78,7 @@ def describe_model(folder: Path) -> dict[str, Any]:
     total = sum(sizes.values())
     lookup_only = 0 if c.tie_word_embeddings else sizes["embed_tokens"]
     tokenizer = Tokenizer.from_folder(folder)
+    texts = {ids[0]: t for t in tokenizer.special_tokens.values() if len(ids := tokenizer.encode(t)) == 1}
     memory = Memory.of(c, mtp > 0)
     used = {part.tensor for t in targets for part in t.parts}
     return {
@@ -93,7 +94,7 @@ def describe_model(folder: Path) -> dict[str, Any]:
         "vocab_size": c.vocab_size,
         "max_position_embeddings": c.max_position_embeddings,
         "tied_head": c.tie_word_embeddings,
-        "end_tokens": {str(i): tokenizer.token(i) for i in sorted(tokenizer.eos_ids)},
+        "end_tokens": {str(i): texts.get(i, "") for i in sorted(tokenizer.eos_ids)},
         "parameters": total,
         "active_parameters": total
         - mtp
@@ -115,7 +116,7 @@ def _table(f: dict[str, Any]) -> str:
     Hq, Hkv, Dh = f["attention_heads"]
     Hk, Hv, K, V = f["gdn_heads"]
     E, A, Fe = f["experts"]
-    ends = ", ".join(f"{i} {text}" for i, text in f["end_tokens"].items())
+    ends = ", ".join(f"{i} {text}".rstrip() for i, text in f["end_tokens"].items())
     context = f["max_position_embeddings"]
     snapshot = f["state_bytes"] + f["conv_bytes"]
     rows = [

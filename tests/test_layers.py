@@ -8,41 +8,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A file or folder and its level. An import may point down, or sideways inside the flat folder boleinfer/.
+LAYOUT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+# "  config.py   0  ..." and "  ops/   2  ..." in the layout there: the level of a file of boleinfer/, or of a folder.
 LEVELS = {
-    "boleinfer/__init__.py": 0,
-    "boleinfer/config.py": 0,
-    "boleinfer/forest.py": 0,
-    "boleinfer/params.py": 0,
-    "boleinfer/sampling.py": 0,
-    "boleinfer/supported.py": 0,
-    "boleinfer/memory.py": 1,
-    "boleinfer/checkpoint.py": 1,
-    "boleinfer/plans.py": 1,
-    "boleinfer/weights.py": 1,
-    "boleinfer/hub.py": 1,
-    "boleinfer/tokenizer.py": 1,
-    "boleinfer/output.py": 1,
-    "boleinfer/ops/": 2,
-    "boleinfer/state.py": 3,
-    "boleinfer/layers.py": 3,
-    "boleinfer/decoder.py": 3,
-    "boleinfer/request.py": 3,
-    "models/": 4,
-    "boleinfer/draft/": 4,
-    "boleinfer/scheduler.py": 5,
-    "boleinfer/engine.py": 5,
-    "boleinfer/llm.py": 6,
-    "boleinfer/options.py": 6,
-    "boleinfer/cli.py": 6,
-    "boleinfer/generate.py": 6,
-    "boleinfer/chat.py": 6,
-    "boleinfer/info.py": 6,
-    "boleinfer/check.py": 6,
-    "boleinfer/bench.py": 6,
-    "boleinfer/provenance.py": 6,
+    name: int(number)
+    for names, number in re.findall(r"^ {4,}((?:[\w.]+(?:\.py|/) +)+)(\d)  ", LAYOUT, re.MULTILINE)
+    for name in names.split()
 }
-FOLDERS = ("boleinfer/ops/", "models/", "boleinfer/draft/")
 ISOLATED = ("boleinfer/ops/", "models/")  # their files import no neighbour, only the folder itself
 LAZY = {
     "cupy",
@@ -58,10 +30,10 @@ SCRIPTS = sorted(p.relative_to(ROOT).as_posix() for top in ("tools", "tests") fo
 
 
 def level(path: str) -> int:
-    for name in (path, *FOLDERS):
-        if name in LEVELS and path.startswith(name):
-            return LEVELS[name]
-    raise AssertionError(f"{path} has no level yet: add it to LEVELS here and to the layout in docs/architecture.md")
+    *_, folder, name = ("", *path.split("/"))
+    found = LEVELS.get(name if folder == "boleinfer" else f"{folder}/")
+    assert found is not None, f"{path} has no level yet: add it to the layout in docs/architecture.md"
+    return found
 
 
 def file_of(module: str) -> str | None:
@@ -157,9 +129,8 @@ def test_a_file_says_what_it_is(path):
 @pytest.mark.parametrize("path", SOURCES)
 def test_docs_place_every_file(path):
     """The layout in docs/architecture.md names each file, so that a newcomer can find its place."""
-    layout = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     name = Path(path).name if Path(path).name != "__init__.py" else Path(path).parent.name + "/"
-    assert re.search(rf"(?<![\w/]){re.escape(name)}", layout), f"docs/architecture.md does not mention {path}"
+    assert re.search(rf"(?<![\w/]){re.escape(name)}", LAYOUT), f"docs/architecture.md does not mention {path}"
 
 
 def test_no_init_in_cuda():
