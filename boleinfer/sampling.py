@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from boleinfer.forest import Tree
-from boleinfer.params import GREEDY_BELOW, SamplingParams
+from boleinfer.params import SamplingParams
 
-__all__ = ["GREEDY_BELOW", "BrokenLogits", "Sampler", "SamplingParams", "TokenHistory", "accept", "new_seed", "uniform"]
+__all__ = ["BrokenLogits", "Sampler", "SamplingParams", "TokenHistory", "accept", "new_seed", "uniform"]
 
 Word = TypeVar("Word", int, np.ndarray)  # 32-bit words, as Python integers or in uint64
 
@@ -41,11 +41,14 @@ def philox(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) -> tupl
     return c0, c1, c2, c3
 
 
-def uniform(seed: int, choice: int, position: int) -> float:
+def uniform(seed: int, choice: int, position: Word) -> Any:
     """The random number in [0, 1) for the token at the absolute `position` of the `choice`-th answer; 53 bits.
 
-    seed: any integer, its low 64 bits count. Key = seed, counter = (position low, position high, choice, 0).
+    seed: any integer, its low 64 bits count; position: one, or an integer array -> float, or float64 of that shape.
+    Key = seed, counter = (position low, position high, choice, 0).
     """
+    if isinstance(position, np.ndarray):
+        position = position.astype(np.uint64)
     counter = (position & 0xFFFFFFFF, position >> 32 & 0xFFFFFFFF, choice & 0xFFFFFFFF, 0)
     a, b, _, _ = philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
     return ((a >> 5) * 2**26 + (b >> 6)) / 2**53
@@ -208,20 +211,19 @@ def accept(
     logits: np.ndarray | Callable[[int], np.ndarray],
     sampler: Sampler,
     root: int = 0,
-    stop: Callable[[int], bool] | None = None,
 ) -> tuple[np.ndarray, list[int]]:
     """Walks the tree with the target's own tokens: which nodes are right, and which tokens come out.
 
     logits: [N, vocab], or a function from a node to its row, called only for nodes on the way
     root:   the node of the last known token; sampler.history ends with that token
-    stop:   called with each token as it is drawn; True ends the walk there
     -> nodes int32 [m], the path from `root`, and m tokens, the i-th drawn at the i-th node; the last is no node yet.
     A broken row at the root raises BrokenLogits. Below the root it ends the walk above that node, so that the error
-    comes one step later, after the same tokens as without drafts.
+    comes one step later, after the same tokens as without drafts. An end token does not end the walk: whoever commits
+    the tokens drops what comes after it.
     """
     row = logits if callable(logits) else logits.__getitem__
     nodes, tokens = [root], [sampler.sample(row(root))]
-    while not (stop and stop(tokens[-1])):
+    while True:
         children = np.flatnonzero((tree.parent == nodes[-1]) & (tree.token == tokens[-1]))
         if not children.size:
             break
