@@ -78,7 +78,8 @@ def describe_model(folder: Path) -> dict[str, Any]:
     total = sum(sizes.values())
     lookup_only = 0 if c.tie_word_embeddings else sizes["embed_tokens"]
     tokenizer = Tokenizer.from_folder(folder)
-    texts = {ids[0]: t for t in tokenizer.special_tokens.values() if len(ids := tokenizer.encode(t)) == 1}
+    added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")).get("added_tokens", [])
+    texts = {token["id"]: token["content"] for token in added}
     memory = Memory.of(c, mtp > 0)
     used = {part.tensor for t in targets for part in t.parts}
     return {
