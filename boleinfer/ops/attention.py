@@ -74,8 +74,8 @@ def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray, scale
     """Softmax attention of q [n, Hq, Dh] over k, v [L, Hkv, Dh]; mask bool [n, m] covers the last m of the L keys."""
     (n, Hq, Dh), (L, Hkv, _) = q.shape, k.shape
     r = Hq // Hkv
-    q = (q * q.dtype.type(scale)).reshape(n, Hkv, r, Dh).transpose(1, 3, 0, 2).reshape(Hkv, Dh, n * r)
-    scores = k.transpose(1, 0, 2) @ q  # [Hkv, L, n*r]: a small right factor is what BLAS does quickest
+    q = (q * q.dtype.type(scale)).reshape(n, Hkv, r, Dh).transpose(1, 0, 2, 3).reshape(Hkv, n * r, Dh)
+    scores = k.transpose(1, 0, 2) @ q.transpose(0, 2, 1)  # [Hkv, L, n*r]: quicker than q k^T, which would copy k
     scores = np.ascontiguousarray(scores.transpose(0, 2, 1)).reshape(Hkv, n, r, L)
     np.copyto(scores[..., L - mask.shape[1] :], -np.inf, where=~mask[:, None])
     scores -= scores.max(-1, keepdims=True)
