@@ -11,7 +11,7 @@ from boleinfer.decoder import Decoder
 from boleinfer.draft.base import Committed, Drafter
 from boleinfer.forest import Forest
 from boleinfer.request import Request
-from boleinfer.sampling import BrokenLogits
+from boleinfer.sampling import BrokenLogits, accept
 from boleinfer.scheduler import Scheduler, Work
 from boleinfer.state import State
 
@@ -83,25 +83,25 @@ def _accept(work: Work, logits: np.ndarray | None) -> np.ndarray:
     """Samples the target along the tree, from the last known token on; every sample becomes part of the request.
 
     logits: [1 + drafted, vocab], from the last known node on (None: the prompt goes on, nothing is sampled).
-    Returns the nodes to commit; none for a request that has ended. Algorithm: docs/algorithm.md, acceptance."""
-    request, tree, known = work.request, work.tree, work.known
-    path = list(range(known))
+    Returns the nodes to commit; none for a request that has ended."""
+    request, root = work.request, work.known - 1
+    known = np.arange(work.known)
     if logits is None:
-        return np.asarray(path)
-    node: int | None = known - 1
-    while node is not None:
-        try:
-            token, entry = request.sampler.sample(logits[node - known + 1], len(request.tokens))
-        except BrokenLogits as broken:
-            request.fail(str(broken))
+        return known
+    try:
+        nodes, tokens = accept(work.tree, lambda node: logits[node - root], request.sampler, root)
+    except BrokenLogits as broken:
+        request.fail(str(broken))
+        return known[:0]
+    taken = 0
+    for node, token in zip(nodes, tokens):
+        request.append(token, request.sampler.logprobs(logits[node - root], token))
+        taken += 1
+        if request.finished:
             break
-        request.append(token, entry)
-        node = None if request.finished else tree.child(node, token)
-        if node is not None:
-            path.append(node)
     if work.decodes:
-        request.stats.count_step(work.drafted, len(path) - known)
-    return np.asarray(path if not request.finished else [], np.int64)
+        request.stats.count_step(work.drafted, taken - 1)
+    return known[:0] if request.finished else np.concatenate([known[:-1], nodes])
 
 
 def _count_times(works: Sequence[Work], began: float, drafted: float, verified: float, ended: float) -> None:

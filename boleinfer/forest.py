@@ -90,11 +90,6 @@ class Tree:
             nodes.append(node)
         return np.asarray(nodes[::-1], np.int32)
 
-    def child(self, node: int, token: int) -> int | None:
-        """The child of `node` that holds `token`, or None."""
-        found = np.flatnonzero((self.parent == node) & (self.token == token))
-        return int(found[0]) if found.size else None
-
     def best(self, n: int) -> Tree:
         """The subtree of the `n` likeliest nodes; closed under parents because a path never gains probability."""
         if n >= len(self):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from boleinfer.engine import Engine
 from boleinfer.forest import Forest, Tree
 from boleinfer.output import TextOutput
 from boleinfer.request import Request, RequestError, Stats
-from boleinfer.sampling import Sampler, SamplingParams
+from boleinfer.sampling import Sampler, SamplingParams, new_seed
 from boleinfer.scheduler import Scheduler
 from boleinfer.state import State
 from boleinfer.tokenizer import Tokenizer
@@ -242,7 +241,7 @@ class LLM:
         limit = self.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, len(tokens) + params.max_tokens)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
+        seed = new_seed() if params.seed is None else params.seed
         end_ids = frozenset(params.stop_token_ids or ()) | (
             frozenset() if params.ignore_eos else self.tokenizer.eos_ids
         )

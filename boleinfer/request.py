@@ -101,6 +101,7 @@ class Request:
     def append(self, token: int, logprobs: dict[int, float] | None) -> None:
         """Takes a sampled token and finds out whether the request ends with it."""
         self.tokens.append(token)
+        self.sampler.history.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
         if self.first_token_s is None:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
+from boleinfer import layers
 from boleinfer.config import ModelConfig
+from boleinfer.decoder import Decoder
 from boleinfer.plans import Part, Shapes, Target, moe_ffn, text_model
 
 
 def plan(config: ModelConfig, tensors: Shapes) -> list[Target]:
     """How checkpoint tensors (bare name -> shape) become this family's arrays."""
     return text_model(config, tensors, grouped_projections, moe_ffn)
+
+
+def build(config: ModelConfig, weights: layers.Weights) -> Decoder:
+    """The model over its loaded arrays."""
+    return Decoder(config, weights, layers.moe_ffn)
 
 
 def grouped_projections(config: ModelConfig, tensors: Shapes, at: str) -> list[Target]:

@@ -115,7 +115,7 @@ def _randomise(name: str, p) -> None:
     import torch
 
     if name.endswith("A_log"):
-        p.uniform_(-2.0, 1.5)
+        p.uniform_(-2.0, 1.0)
     elif name.endswith("dt_bias"):
         p.uniform_(-3.0, 1.0)
     elif p.dim() == 1:
@@ -123,7 +123,7 @@ def _randomise(name: str, p) -> None:
     elif "conv1d" in name:
         p.normal_(0, 0.5)
     else:
-        p.normal_(0, (1.0 if "embed" in name else 1.4) / p.shape[-1] ** 0.5)
+        p.normal_(0, 0.3 if "embed" in name else 0.6 / p.shape[-1] ** 0.5)
     assert torch.isfinite(p).all()
 
 

@@ -1,0 +1,25 @@
+"""Fixtures that several test files share: tiny checkpoints, each made once a session."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several test processes on few cores
+
+import pytest  # noqa: E402
+
+from tests import tiny  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def oracle(tmp_path_factory):
+    """oracle(family, ratio=2, **options) -> tests.tiny.Oracle."""
+    made = {}
+
+    def get(family: str, ratio: int = 2, **options):
+        key = (family, ratio, *sorted(options.items()))
+        if key not in made:
+            made[key] = tiny.make(tmp_path_factory.mktemp(family), family, ratio, **options)
+        return made[key]
+
+    return get
