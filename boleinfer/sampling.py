@@ -41,7 +41,7 @@ def philox(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) -> tupl
     return c0, c1, c2, c3
 
 
-def uniform(seed: int, choice: int, position: Word) -> Any:
+def uniform(seed: int, choice: int, position: Any) -> Any:
     """The random number in [0, 1) for the token at the absolute `position` of the `choice`-th answer; 53 bits.
 
     seed: any integer, its low 64 bits count; position: one, or an integer array -> float, or float64 of that shape.

@@ -16,7 +16,7 @@ def route(x: np.ndarray, router: np.ndarray, top_k: int, norm_topk: bool) -> tup
     logits = x @ router.T  # [R, E]
     p = np.exp(logits - logits.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
-    expert = np.argsort(-p, axis=-1, kind="stable")[:, :top_k]  # [R, A]
+    expert = np.argsort(-logits, axis=-1, kind="stable")[:, :top_k]  # [R, A]
     weight = np.take_along_axis(p, expert, -1)
     if norm_topk:
         weight /= weight.sum(-1, keepdims=True)
