@@ -40,11 +40,13 @@ class Case(NamedTuple):
 
 
 def cast(value: Any, dtype: Any) -> Any:
-    """A copy of `value`, each floating-point array as `dtype` (memory order kept); enters dicts, tuples and lists."""
+    """A copy of `value`, each floating-point array as `dtype` (memory order kept); enters dicts, lists and tuples."""
     if isinstance(value, np.ndarray):
         return value.astype(dtype if value.dtype.kind == "f" else value.dtype, order="K", copy=True)
     if isinstance(value, dict):
         return {k: cast(v, dtype) for k, v in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast(v, dtype) for v in value))
     if type(value) in (tuple, list):
         return type(value)(cast(v, dtype) for v in value)
     return value

@@ -6,9 +6,12 @@ nodes of the tree slots T .. T+N-1 in row order. Slots never written may hold an
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from boleinfer.forest import Forest
+from boleinfer.forest import Forest, Tree
+from boleinfer.ops import Case
 
 SCORES = 1 << 18  # scores held at once, to stay in cache: more query rows are taken in blocks
 
@@ -116,3 +119,32 @@ def move_kv(
     write = page_table_row[target // P], target % P
     k_pages[write] = k_pages[read]
     v_pages[write] = v_pages[read]
+
+
+def _case(trees: list[list[int]], T: int, P: int, Hq: int, Hkv: int, Dh: int) -> Case:
+    def build(rng: np.random.Generator) -> dict[str, Any]:
+        B, M = len(trees), -(-(T + max(map(len, trees))) // P)
+        k_pages, v_pages = rng.standard_normal((2, B * M, P, Hkv, Dh))
+        forest = Forest.of([Tree.of([0] * len(p), p) for p in trees], [T] * B)
+        return {
+            "q": rng.standard_normal((len(forest), Hq, Dh)),
+            "k_pages": k_pages,
+            "v_pages": v_pages,
+            "page_table": rng.permutation(B * M).reshape(B, M).astype(np.int32),
+            "forest": forest,
+            "scale": Dh**-0.5,
+        }
+
+    return Case(f"R={'+'.join(str(len(p)) for p in trees)} T={T} P={P} Hq={Hq} Hkv={Hkv} Dh={Dh}", build)
+
+
+_RAGGED = [-1, 0, 0, 1, 2, 1, 3, -1, 4, 7, 6]
+CASES = {
+    "tree_attention": [
+        _case([[-1]], 0, 1, 1, 1, 3),
+        _case([_RAGGED, [-1]], 63, 16, 3, 1, 65),
+        _case([_RAGGED], 65, 7, 4, 4, 64),
+        _case([[-1]] * 3, 300, 16, 16, 2, 256),
+        _case([list(range(-1, 256)), _RAGGED], 100, 16, 8, 2, 256),
+    ]
+}

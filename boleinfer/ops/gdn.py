@@ -15,19 +15,18 @@ exponential is already 0: differences of sums then neither lose digits nor meet 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from boleinfer.forest import Forest
-from boleinfer.ops import sigmoid
+from boleinfer.forest import Forest, Tree
+from boleinfer.ops import Case, sigmoid
 
 CHUNK = 64  # rows of a long chain taken at once
 BLOCK = 16  # rows of the triangular system inverted at once
 
 
-@dataclass
-class Ring:
+class Ring(NamedTuple):
     """Rows committed since the checkpoint S, per slot: a chain before every tree. Entries 0 .. length-1 are valid.
 
     k: [slots, C, Hk, K]; u: [slots, C, Hv, V]; g: [slots, C, Hv]
@@ -141,9 +140,10 @@ def tree(
 
 
 def _solve(A: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """(I + strict lower part of A)^-1 y by forward substitution in blocks; A [Hv, N, N] holds 0 above the diagonal.
+    """(I + strict lower part of A)^-1 y, y [Hv, N, V], by blockwise substitution; A [Hv, N, N] is overwritten.
 
-    A block's own inverse is safe to form: entry [n, a] is what a unit of v_a leaves in u_n, at most 1 in size.
+    A block's own inverse is safe to form: its entry [n, a] is what y_a leaves in u_n after the tokens between have
+    each taken their part of it away, so it is never larger than beta_n.
     """
     N, u = A.shape[1], np.empty_like(y)
     np.einsum("hnn->hn", A)[...] = 1
@@ -248,3 +248,66 @@ def commit(
         else:
             here = slice(first, first + m)
             ring.k[s, here], ring.u[s, here], ring.g[s, here] = k[path], u[path], g[path]
+
+
+def _rows(rng: np.random.Generator, T: int, Hk: int, Hv: int, K: int, V: int) -> dict[str, Any]:
+    q, k = rng.standard_normal((2, T, Hk, K))
+    return {
+        "q": q / np.linalg.norm(q, axis=-1, keepdims=True) * K**-0.5,
+        "k": k / np.linalg.norm(k, axis=-1, keepdims=True),
+        "v": rng.standard_normal((T, Hv, V)),
+        "g": -np.exp(rng.uniform(-8, 3, (T, Hv))),
+        "beta": rng.uniform(0, 1, (T, Hv)),
+    }
+
+
+def _path_case(T: int, Hk: int, Hv: int, K: int, V: int) -> Case:
+    def build(rng: np.random.Generator) -> dict[str, Any]:
+        return {**_rows(rng, T, Hk, Hv, K, V), "S": rng.standard_normal((Hv, K, V))}
+
+    return Case(f"T={T} Hk={Hk} Hv={Hv} K={K} V={V}", build)
+
+
+def _forest_case(trees: list[list[int]], C: int, Hk: int, Hv: int, K: int, V: int) -> Case:
+    def build(rng: np.random.Generator) -> dict[str, Any]:
+        slots = len(trees) + 1
+        forest = Forest.of([Tree.of([0] * len(p), p) for p in trees], [C] * len(trees))
+        past = _rows(rng, slots * C, Hk, Hv, K, V)
+        k, u, g = (past[name].reshape(slots, C, *past[name].shape[1:]) for name in "kvg")
+        return {
+            **_rows(rng, len(forest), Hk, Hv, K, V),
+            "S": rng.standard_normal((slots, Hv, K, V)),
+            "ring": Ring(k, u, g, np.arange(slots) % (C + 1)),
+            "slot": np.arange(slots - 1, 0, -1),
+            "forest": forest,
+        }
+
+    return Case(f"R={'+'.join(str(len(p)) for p in trees)} C={C} Hk={Hk} Hv={Hv} K={K} V={V}", build)
+
+
+def _gates_case(R: int, Hv: int) -> Case:
+    def build(rng: np.random.Generator) -> dict[str, Any]:
+        a, b = rng.normal(0, 30, (2, R, Hv))
+        return {"a": a, "b": b, "A_log": rng.normal(0, 3, Hv), "dt_bias": rng.standard_normal(Hv)}
+
+    return Case(f"R={R} Hv={Hv}", build)
+
+
+_RAGGED = [-1, 0, 0, 1, 2, 1, 3, -1, 4, 7, 6]
+_LONG = list(range(-1, 128))
+_PATHS = [(1, 1, 1, 3, 5), (3, 1, 3, 7, 5), (65, 2, 4, 128, 128), (256, 16, 32, 128, 128)]
+CASES = {
+    "gates": [_gates_case(R, Hv) for R, Hv in [(1, 1), (65, 3), (16, 32)]],
+    "recurrent": [_path_case(*sizes) for sizes in _PATHS],
+    "chunked": [_path_case(*sizes) for sizes in _PATHS],
+    "gdn": [
+        _forest_case(trees, C, Hk, Hv, K, V)
+        for trees, C, Hk, Hv, K, V in [
+            ([[-1]], 1, 1, 1, 3, 5),
+            ([_RAGGED, [-1], _LONG], 5, 1, 3, 7, 5),
+            ([_RAGGED, [-1]], 32, 2, 4, 128, 128),
+            ([[-1]] * 4, 16, 16, 32, 128, 128),
+            ([_LONG, _RAGGED], 32, 16, 48, 128, 128),
+        ]
+    ],
+}
