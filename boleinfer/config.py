@@ -18,6 +18,8 @@ import numpy as np
 
 from boleinfer.supported import ARCHITECTURE_TYPE, ONLY, OTHER_HYBRIDS, SUPPORTED, TEXT_TYPE
 
+_ROPE_BESIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+
 
 class ConfigError(ValueError):
     """A config.json that is missing, broken, incomplete, or of a model that this program does not compute."""
@@ -321,16 +323,14 @@ class _Reader:
         """
         found = []
         for level in self.levels:
-            beside = {
-                k: level.get(k) for k in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-            }
-            groups = [beside, level.get("rope_parameters") or {}, level.get("rope_scaling") or {}]
-            for group in groups[1:]:
+            values = {k: level[k] for k in _ROPE_BESIDE if level.get(k) is not None}
+            for group in (level.get("rope_parameters") or {}, level.get("rope_scaling") or {}):
                 if not isinstance(group, Mapping):
                     self.problems.append(f"the rope settings are {group!r}, expected an object")
-            values = {k: v for g in groups if isinstance(g, Mapping) for k, v in g.items() if v is not None}
-            if "type" in values:
-                values.setdefault("rope_type", values.pop("type"))
+                    continue
+                given = {k: v for k, v in group.items() if v is not None}
+                older = {"rope_type": given["type"]} if "type" in given else {}
+                values |= older | given
             found.append(values)
         inner, outer = found[0], found[-1]
         for key in ("rope_type", "rope_theta", "partial_rotary_factor", "factor"):

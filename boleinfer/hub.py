@@ -1,4 +1,4 @@
-"""From what a user calls a model, a folder or a hub id, to a complete local folder. Of the files it reads the index only.
+"""From what a user calls a model, a folder or a hub id, to a complete local folder. Reads no file but the index.
 
 huggingface_hub does the work (cache, resuming, progress bar) and is imported only for a hub id. Only safetensors, JSON
 and templates are fetched: never a pickle, never code.
@@ -124,7 +124,7 @@ def _explain(error: BaseException, what: str) -> str:
     if any(
         type(e).__module__.startswith(_NETWORK_MODULES) or isinstance(e, ConnectionError | TimeoutError) for e in chain
     ):
-        return f"the hub cannot be reached, and {what} is not all in the cache; check the network and try again: it resumes"
+        return f"the hub cannot be reached, and {what} is not all in the cache; check the network, then try again"
     return f"{what} could not be fetched: {type(error).__name__}: {error}"
 
 
