@@ -1,0 +1,92 @@
+"""`boleinfer info` tells a model's sizes and memory needs from its config.json and file headers alone."""
+
+import json
+import math
+import shutil
+
+import pytest
+
+from boleinfer import cli
+from boleinfer.config import read_config
+from boleinfer.info import Memory
+from boleinfer.llm import BUNDLED
+from boleinfer.state import State
+from tests.published import PUBLISHED, stored
+
+ITEM = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
+
+
+def hollow(folder, name):
+    """A checkpoint of a published size whose data are holes: full headers, no bytes on disk."""
+    (folder / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED / file, folder)
+    header, at = {}, 0
+    for tensor, (dtype, shape) in stored(read_config(folder), wrapper="language_model.").items():
+        end = at + ITEM[dtype] * math.prod(shape)
+        header[tensor], at = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}, end
+    head = json.dumps(header).encode()
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.truncate(8 + len(head) + at)
+
+
+@pytest.mark.parametrize(
+    ("name", "state_mib", "kv_kib"),  # float32 state, bf16 keys and values of the trunk, as published
+    [
+        ("Qwen3-Next-80B-A3B", 72, 24),
+        ("Qwen3.5-0.8B", 18, 12),
+        ("Qwen3.5-9B", 48, 32),
+        ("Qwen3.5-27B", 144, 64),
+        ("Qwen3.5-397B-A17B", 180, 30),
+        ("Qwen3.8-2.4T-A95B", 552, 92),
+    ],
+)
+def test_memory_of_published_sizes(name, state_mib, kv_kib):
+    config = read_config(PUBLISHED[name])
+    assert Memory.of(config, mtp=False).state == state_mib << 20
+    assert Memory.of(config, mtp=False, item=2).kv == kv_kib << 10
+    layer = 2 * 2 * config.num_key_value_heads * config.head_dim
+    assert Memory.of(config, mtp=True, item=2).kv == (kv_kib << 10) + layer
+
+
+def test_memory_is_what_the_state_allocates():
+    config = read_config(BUNDLED)
+    slots, pages, page_size, ring = 3, 7, 5, 4
+    state = State(config, slots, pages, page_size, ring, mtp=True)
+    memory = Memory.of(config, mtp=True)
+    gdn = [layer for layer in state.layers if hasattr(layer, "S")]
+    kv = [layer for layer in state.layers if not hasattr(layer, "S")] + [state.mtp]
+    assert sum(layer.S.nbytes for layer in gdn) == slots * memory.state
+    assert sum(layer.window.nbytes for layer in gdn) == slots * memory.conv
+    assert sum(layer.k.nbytes + layer.v.nbytes for layer in kv) == pages * page_size * memory.kv
+    inputs = sum(layer.window[0, 0].nbytes for layer in gdn)
+    factors = sum(layer.ring.k.nbytes + layer.ring.u.nbytes + layer.ring.g.nbytes for layer in gdn)
+    assert factors == slots * ring * (memory.factors - inputs)
+
+
+def test_info_reads_headers_only(tmp_path, capsys):
+    hollow(tmp_path, "Qwen3.5-0.8B")
+    assert cli.main(["info", str(tmp_path), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["model_type"] == "qwen3_5_text" and facts["layers"] == 24 and facts["gdn_layers"] == 18
+    assert facts["parameters"] / 1e9 == pytest.approx(0.752 + 0.020, abs=0.001)
+    assert facts["weight_bytes"] == 4 * facts["parameters"] and facts["tied_head"]
+    assert cli.main(["info", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    for part in ("18 gated delta net, 6 full attention", "18.0 MiB", "2.9 GiB", "262144 tokens", "tied head"):
+        assert part in out, out
+
+
+def test_active_parameters_of_a_mixture(tmp_path, capsys):
+    hollow(tmp_path, "Qwen3.5-35B-A3B")
+    assert cli.main(["info", str(tmp_path), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["experts"] == [256, 8, 512] and not facts["tied_head"]
+    assert facts["active_parameters"] / 1e9 == pytest.approx(2.95, abs=0.01)
+    assert facts["mtp_parameters"] / 1e9 == pytest.approx(0.845, abs=0.01)
+
+
+def test_end_tokens_are_shown(capsys):
+    assert cli.main(["info"]) == 0
+    assert "<|endoftext|>" in capsys.readouterr().out
