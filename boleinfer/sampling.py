@@ -160,7 +160,7 @@ class Sampler:
         k = min(self.params.logprobs, len(x) - len(self._never))
         ids = _largest(np.where(self.allowed, x, -np.inf), k) if k else self._all_ids[:0]
         ids = ids[np.argsort(-x[ids], kind="stable")]
-        return {token: float(x[token])} | {i: float(x[i]) for i in ids.tolist() if i != token}
+        return {i: float(x[i]) for i in (token, *ids.tolist())}
 
     def _likeliest(self, logits: np.ndarray, path: Sequence[int]) -> int:
         x = self._adjusted(logits, path)
