@@ -52,9 +52,10 @@ def test_f36_null_in_json_is_the_default(name):
 def test_f36_limits_are_accepted():
     for good in (
         {"temperature": 0}, {"temperature": 1e-45}, {"temperature": 1e300}, {"top_k": 0}, {"top_k": -1},
-        {"top_k": 10**9},        {"top_p": 0}, {"top_p": 1e-9}, {"top_p": 1}, {"min_p": 0}, {"min_p": 1}, {"max_tokens": None},
-        {"max_tokens": 1},         {"seed": 0}, {"seed": -1}, {"seed": 2**63 - 1}, {"seed": None}, {"logprobs": 0}, {"logprobs": None},
-        {"logit_bias": {}}, {"logit_bias": None}, {"stop": []}, {"presence_penalty": -2}, {"min_tokens": 256},
+        {"top_k": 10**9}, {"top_p": 0}, {"top_p": 1e-9}, {"top_p": 1}, {"min_p": 0}, {"min_p": 1},
+        {"max_tokens": None}, {"max_tokens": 1}, {"seed": 0}, {"seed": -1}, {"seed": 2**63 - 1}, {"seed": None},
+        {"logprobs": 0}, {"logprobs": None}, {"logit_bias": {}}, {"logit_bias": None}, {"stop": []},
+        {"presence_penalty": -2}, {"min_tokens": 256},
     ):  # fmt: skip
         params = SamplingParams(**good)
         name, value = next(iter(good.items()))
