@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from boleinfer import __version__
 from boleinfer.options import UsageError, add_hub_flags, add_model_flags, add_run_flags, add_sampling_flags, count
@@ -57,13 +58,16 @@ examples:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command; each command's namespace carries `run`, the function that does it."""
-    parser = _parser(argparse.ArgumentParser, prog="boleinfer", epilog=_MAIN,
-                     description="Tree speculative decoding for hybrid-attention language models.")  # fmt: skip
+    parser = _Parser(
+        prog="boleinfer",
+        description="Tree speculative decoding for hybrid-attention language models.",
+        epilog=_MAIN,
+    )
     parser.add_argument("--version", action="version", version=f"boleinfer {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def command(name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
-        made = _parser(commands.add_parser, name, help=summary, description=summary.capitalize() + ".", epilog=epilog)
+        made = commands.add_parser(name, help=summary, description=summary.capitalize() + ".", epilog=epilog)
         made.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
         return made
 
@@ -148,8 +152,14 @@ def _is_mistake(error: Exception) -> bool:
     return isinstance(error, (UsageError, ConfigError, HubError, RequestError, TokenizerError, WeightsError))
 
 
-def _parser(make, *args, **kwargs) -> argparse.ArgumentParser:
-    return make(*args, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+class _Parser(argparse.ArgumentParser):
+    """Shows examples as they are written, takes no abbreviated flags, and answers a bad flag in one line."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(MISTAKE, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def _add_quiet(parser: argparse.ArgumentParser) -> None:
