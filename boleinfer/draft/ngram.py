@@ -28,16 +28,15 @@ class _Index:
 
     def extend(self, tokens: list[int]) -> None:
         """Takes the tokens that are new since the last call, each judging the match before it."""
-        for end in range(self._known, len(tokens)):
+        for end in range(max(self._known, SHORTEST), len(tokens)):
             found = self.matches(tokens, end)
             if found:
                 length, at = found[0]
                 self._tries[length] += 1
                 self._hits[length] += tokens[at] == tokens[end]
-            if end >= SHORTEST - 1:
-                ends = self._ends.setdefault(tuple(tokens[end - SHORTEST + 1 : end + 1]), [])
-                ends.append(end + 1)
-                del ends[:-MATCHES]
+            ends = self._ends.setdefault(tuple(tokens[end - SHORTEST : end]), [])
+            ends.append(end)
+            del ends[:-MATCHES]
         self._known = len(tokens)
 
     def matches(self, tokens: list[int], end: int) -> list[tuple[int, int]]:
