@@ -185,9 +185,9 @@ def _run_info(args: argparse.Namespace) -> int:
 
 
 def _run_check(args: argparse.Namespace) -> int:
-    from boleinfer.check import run_checks
+    from boleinfer.check import check
 
-    return run_checks(args.ops)
+    return check(args.ops)
 
 
 def _run_bench(args: argparse.Namespace) -> int:
