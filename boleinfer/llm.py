@@ -149,9 +149,10 @@ class LLM:
     ):
         _one_of("device", device, ("auto", "cpu"), "this version computes on the CPU only")
         _one_of("dtype", dtype, ("auto", "float32"), "the CPU computes in float32")
-        for name, value in (("max_batch", max_batch), ("max_rows", max_rows), ("page_size", page_size), ("ring", ring)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: at least 1 is needed")
+        least = {"max_batch": 1, "max_rows": 1, "page_size": 1, "ring": 1, "draft_nodes": 0, "draft_depth": 0}
+        for name, bound in least.items():
+            if (value := locals()[name]) < bound:
+                raise ValueError(f"{name}={value}: at least {bound} is needed")
         if max_rows < max_batch:
             raise ValueError(f"max_rows={max_rows} is less than max_batch={max_batch}; a running request needs a row")
         folder = BUNDLED if model is None else hub.load_model_files(str(model), revision, token, offline)
@@ -249,7 +250,10 @@ class LLM:
         for choice in range(params.n):
             stream = self.tokenizer.stream()
             text = TextOutput(stream, params.stop_strings)
-            sampler = Sampler(params, seed, choice, tokens, end_ids, self._valid)
+            try:
+                sampler = Sampler(params, seed, choice, tokens, end_ids, self._valid)
+            except ValueError as error:
+                raise RequestError(str(error)) from None
             group.append(_Running(Request(list(tokens), params, sampler, limit, end_ids, text.push), text, choice))
         return group
 
@@ -284,8 +288,11 @@ class LLM:
 
     def _tokens(self, prompt: Prompt, what: str) -> list[int]:
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        if isinstance(prompt, Sequence | np.ndarray) and all(isinstance(i, int | np.integer) for i in prompt):
+            try:
+                return self.tokenizer.encode(prompt)
+            except ValueError as error:
+                raise RequestError(f"{what} cannot be encoded: {error}") from None
+        if isinstance(prompt, Sequence | np.ndarray) and all(map(_is_id, prompt)):
             return [int(i) for i in prompt]
         raise RequestError(f"{what} must be a string or a list of token ids, got {type(prompt).__name__}")
 
@@ -316,12 +323,16 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...], why: str) -> None:
         raise ValueError(f"{name}={value!r}: {why}; use {' or '.join(map(repr, allowed))}")
 
 
+def _is_id(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence | np.ndarray):
         raise RequestError(f"prompts must be a string, a list of ids, or a list of those; got {type(prompts).__name__}")
-    if len(prompts) and all(isinstance(p, int | np.integer) for p in prompts):
+    if len(prompts) and all(map(_is_id, prompts)):
         return [prompts]
     if not len(prompts):
         raise RequestError("the list of prompts is empty: give at least one prompt")

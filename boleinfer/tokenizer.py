@@ -94,11 +94,12 @@ class Tokenizer:
         if not isinstance(text, str):
             raise ValueError(f"expected text, got {type(text).__name__}")
         try:
-            return self._backend.encode(text, add_special_tokens=False).ids
+            text.encode("utf-8")  # the library calls a lone surrogate a wrong type
         except UnicodeEncodeError as error:
             raise ValueError(
                 f"the text is not valid Unicode: lone surrogate {text[error.start]!r} at {error.start}"
             ) from None
+        return self._backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, special tokens left out."""

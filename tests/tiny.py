@@ -168,6 +168,7 @@ def _add_tokenizer(folder: Path) -> None:
             if a.isascii() and a.isalpha() and len(vocab) < 478:
                 merges.append((a, b))
                 vocab[a + b] = len(vocab)
+    vocab |= {"<|endoftext|>": 478, "<|im_end|>": 500}
     tokenizer = Tokenizer(models.BPE(vocab, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -179,4 +180,7 @@ def _add_tokenizer(folder: Path) -> None:
     ]
     (folder / "tokenizer.json").write_text(json.dumps(content))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [478]}))
