@@ -122,7 +122,6 @@ class Sampler:
         self._never = np.flatnonzero(~allowed)
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(end_ids))
         self._early = np.asarray(sorted(ends), np.int64)
-        self._all_ids = np.arange(len(allowed))
 
     def sample(self, logits: np.ndarray, path: Sequence[int] = ()) -> int:
         """The token that follows the history and then `path`.
@@ -158,7 +157,7 @@ class Sampler:
         x -= x.max()
         x -= np.log(np.exp(x).sum())
         k = min(self.params.logprobs, len(x) - len(self._never))
-        ids = _largest(np.where(self.allowed, x, -np.inf), k) if k else self._all_ids[:0]
+        ids = _largest(np.where(self.allowed, x, -np.inf), k) if k else np.zeros(0, np.int64)
         ids = ids[np.argsort(-x[ids], kind="stable")]
         return {i: float(x[i]) for i in (token, *ids.tolist())}
 
@@ -174,10 +173,11 @@ class Sampler:
         x = self._adjusted(logits, path)
         top = x.max()
         _check(x, top)
-        ids = self._all_ids
         if 0 < p.top_k < len(x):
             ids = _largest(x, p.top_k)
             x = x[ids]  # [M]
+        else:
+            ids = np.arange(len(x))
         weight = np.exp((x.astype(np.float64) - top) / p.temperature)
         if p.top_p < 1:
             kept = _nucleus(weight, p.top_p)
