@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,3 +92,14 @@ def test_extreme_inputs_stay_finite_in_float32():
     with np.errstate(over="raise", invalid="raise"):
         y = causal_conv(x, np.ones((7, 1), np.float32), np.zeros((1, 0, 7), np.float32), np.zeros(1, int), forest)
     np.testing.assert_allclose(y, np.maximum(x, 0), atol=1e-7 * 20, rtol=1e-6)
+
+
+@pytest.mark.parametrize("T", [1, 2, 4, 33])
+def test_a_chain_equals_torch(T):
+    rng = np.random.default_rng(T)
+    x, w = rng.standard_normal((T, 6)).astype(np.float32), rng.standard_normal((6, 4)).astype(np.float32)
+    window = rng.standard_normal((1, 3, 6)).astype(np.float32)
+    inputs = torch.from_numpy(np.concatenate((window[0], x)).T.copy())[None]  # [1, Cc, 3 + T]
+    expected = torch.nn.functional.silu(torch.conv1d(inputs, torch.from_numpy(w)[:, None], groups=6))[0].T.numpy()
+    y = causal_conv(x, w, window, np.zeros(1, int), Forest.of([some.tree_of(some.chain(T))], [3]))
+    np.testing.assert_allclose(y, expected, atol=1e-6)

@@ -4,8 +4,10 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.qwen3_next import modeling_qwen3_next as hf
 
 from boleinfer.forest import Forest
 from boleinfer.ops.gdn import Ring, chunked, commit, fold, gates, gdn, recurrent, ring_after, tree
@@ -295,3 +297,24 @@ def test_identical_keys_without_decay_lose_no_digits(N, beta):
     o_ref, u_ref, _ = walk(some.tree_of(some.chain(N)), (q, k, v, g, b), S)
     some.assert_near(o, o_ref)
     some.assert_near(u, u_ref)
+
+
+@pytest.mark.parametrize("T,ratio", [(1, 2), (7, 1), (65, 3), (130, 2)])
+def test_all_forms_equal_hf(T, ratio):
+    rng = np.random.default_rng(T)
+    Hk, K, V = 2, 16, 8
+    q, k, v, g, beta = random_rows(rng, T, Hk, Hk * ratio, K, V, np.float32)
+    g, beta = np.maximum(g, -20), np.minimum(beta, 1)
+    S = rng.standard_normal((Hk * ratio, K, V)).astype(np.float32)
+    heads = [np.repeat(x, ratio, axis=1) for x in (q * K**0.5, k)]  # HF scales q itself and wants heads in equal number
+    args = [torch.from_numpy(x)[None] for x in (*heads, v, g, beta)]
+    ring = empty_ring(1, 1, Hk, Hk * ratio, K, V, np.float32)
+    forest = Forest.of([some.tree_of(some.chain(T))], [0])
+    ours = [recurrent(q, k, v, g, beta, S), chunked(q, k, v, g, beta, S)]
+    o, u = gdn(q, k, v, g, beta, S[None], ring, [0], forest)
+    ours.append((o, u, fold(S, k, u, g)))
+    for rule in (hf.torch_recurrent_gated_delta_rule, hf.torch_chunk_gated_delta_rule):
+        o_hf, S_hf = rule(*args, initial_state=torch.from_numpy(S)[None], output_final_state=True)
+        for o, _, S_new in ours:
+            some.assert_near(o, o_hf[0].numpy())
+            some.assert_near(S_new, S_hf[0].numpy())
