@@ -23,7 +23,7 @@ class Batch:
     """One step's rows and where each request keeps its memory.
 
     slot:       int32 [B], row of the GDN and convolution arrays
-    page_table: int32 [B, M], the pages of each request in order of position (entries past its own pages are 0)
+    page_table: int32 [B, M], the pages of each request in order of position (-1 past its own)
     """
 
     forest: Forest
@@ -152,7 +152,7 @@ class State:
 
     def batch(self, forest: Forest, places: Sequence[Place]) -> Batch:
         """The forest together with where its requests live."""
-        table = np.zeros((len(places), max(len(p.pages) for p in places)), np.int32)
+        table = np.full((len(places), max(len(p.pages) for p in places)), -1, np.int32)
         for row, place in zip(table, places):
             row[: len(place.pages)] = place.pages
         return Batch(forest, np.asarray([p.slot for p in places], np.int32), table)
