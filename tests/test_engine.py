@@ -137,7 +137,7 @@ def test_sampled_text_is_the_same_with_every_drafter_and_batch(dense, params, dr
         assert len(a.logprobs) == len(b.logprobs) == (len(a.generated) if a.params.logprobs is not None else 0)
         for x, y in zip(a.logprobs, b.logprobs):
             assert list(x) == list(y)
-            np.testing.assert_allclose(list(x.values()), list(y.values()), atol=1e-4)
+            np.testing.assert_allclose(list(x.values()), list(y.values()), atol=5e-4)  # rounding of ~100 steps
 
 
 @pytest.mark.parametrize("K", [1, 3, 8])
