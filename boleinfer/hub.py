@@ -37,6 +37,8 @@ def load_model_files(
     offline: True never connects; None asks the environment variable HF_HUB_OFFLINE. cache_dir: else the hub's own.
     Raises HubError.
     """
+    if not str(model).strip():
+        raise HubError("the model's name is empty; give a folder or a hub id (owner/name)")
     path = Path(model).expanduser()
     if path.is_dir():
         return path
