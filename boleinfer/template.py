@@ -40,9 +40,9 @@ class ChatTemplate:
         """The prompt text. Raises ValueError: no template, not a list of messages, or the template's own refusal."""
         if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence) or not messages:
             raise ValueError("a chat is a non-empty list of messages like {'role': 'user', 'content': 'Hello'}")
-        wrong = next((m for m in messages if not isinstance(m, Mapping)), None)
-        if wrong is not None:
-            raise ValueError(f"a message must be like {{'role': 'user', 'content': 'Hello'}}, got {wrong!r}")
+        wrong = [message for message in messages if not isinstance(message, Mapping)]
+        if wrong:
+            raise ValueError(f"a message must be like {{'role': 'user', 'content': 'Hello'}}, got {wrong[0]!r}")
         template = self._template("tool_use" if variables.get("tools") and "tool_use" in self._sources else "default")
         context = {**self._special_tokens, "add_generation_prompt": True, **variables, "messages": messages}
         try:
@@ -66,8 +66,9 @@ class ChatTemplate:
         def defuse(text: str) -> str:
             for control in controls:
                 text = text.replace(control, control[0] + mark + control[1:])
-            unfinished = any(text.endswith(control[:n]) for control in controls for n in range(1, len(control)))
-            return text + mark if unfinished else text
+            body = text.rstrip()  # templates trim
+            unfinished = any(body.endswith(control[:n]) for control in controls for n in range(1, len(control)))
+            return body + mark + text[len(body) :] if unfinished else text
 
         return self.render(_mapped(defuse, messages), _mapped(defuse, variables)).split(mark)
 

@@ -54,6 +54,7 @@ class Tokenizer:
         self._bytes_of = lru_cache(maxsize=None)(self._find_bytes)
         contents = {name: _content(value) for name, value in settings.items() if name.endswith("_token")}
         self.special_tokens = {name: text for name, text in contents.items() if text is not None}
+        self._check_ids(settings.get("added_tokens_decoder") or {})
         self.eos_ids = self._end_ids(generation, config)
         self.generation_defaults = _defaults(generation)
         self._template = ChatTemplate.of(template, settings.get("chat_template"), self.special_tokens)
@@ -153,6 +154,14 @@ class Tokenizer:
         return [i for piece in pieces for i in self.encode(piece)]
 
     # ---- settings ----------------------------------------------------------------------------------------------------
+
+    def _check_ids(self, declared: Mapping[str, Any]) -> None:
+        """The library renumbers an added token that its vocabulary lacks; the model would then see another id."""
+        for token_id, entry in declared.items():
+            content = _content(entry)
+            found = None if content is None else self._backend.token_to_id(content)
+            if found is not None and str(found) != token_id:
+                raise TokenizerError(f"{content} has id {found} in tokenizer.json, {token_id} in tokenizer_config.json")
 
     def _end_ids(self, generation: Mapping[str, Any], config: Mapping[str, Any]) -> frozenset[int]:
         inner = config.get("text_config")
