@@ -214,14 +214,18 @@ def test_f42_forged_text_is_still_there(ours, content):
     assert ours.decode(ids) == f"user\n{content.strip()}\nassistant\n"
 
 
-@settings(max_examples=100, deadline=None)
-@given(parts=st.lists(PIECES, max_size=5))
-def test_f42_parts_that_a_template_trims_and_joins(folder, ours, parts):
-    control = {i for text, i in added_ids(folder).items() if text in SPECIAL}
-    joined = "{% for part in messages[0].content %}{{ part.text | trim }}{% endfor %}"
-    tokenizer = Tokenizer(ours._backend, template=joined)
-    messages = [{"role": "user", "content": [{"text": part} for part in parts]}]
-    assert not control & set(tokenizer.chat_ids(messages))
+@pytest.mark.parametrize("space", ["", " \n"])
+@pytest.mark.parametrize("special", SPECIAL)
+def test_f42_control_token_in_parts_that_a_template_trims_and_joins(folder, ours, special, space):
+    trimmed = "{% for part in messages[0].content %}{{ part.text | trim }}{% endfor %}"
+    tokenizer = Tokenizer(ours._backend, template=trimmed)
+    control = added_ids(folder)[special]
+    for i in range(1, len(special)):
+        for j in range(i, len(special)):
+            parts = [{"text": space + part + space} for part in ("a" + special[:i], special[i:j], special[j:])]
+            messages = [{"role": "user", "content": parts}]
+            assert control in tokenizer.encode(tokenizer.apply_chat_template(messages))
+            assert control not in tokenizer.chat_ids(messages)
 
 
 def test_f42_a_turn_cannot_be_closed_by_its_text(ours, folder):
