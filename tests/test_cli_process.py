@@ -131,6 +131,14 @@ def test_chat_with_the_bundled_model():
     assert done.stderr.decode().count("tokens a step") == 2
 
 
+def test_check_runs_the_ops_that_are_named():
+    done = boleinfer("check", "rms_norm", "rope")
+    assert done.returncode == 0 and b"rms_norm" in done.stdout and b"0 wrong" in done.stdout, done.stdout.decode()
+    assert b"gdn" not in done.stdout
+    unknown = boleinfer("check", "no_such_op")
+    assert unknown.returncode == 2 and b"no_such_op" in unknown.stderr and b"Traceback" not in unknown.stderr
+
+
 def test_help_has_examples():
     for command in ("generate", "chat", "info", "check", "bench"):
         done = boleinfer(command, "--help")
