@@ -109,7 +109,7 @@ def read_config(source: str | Path | Mapping[str, Any]) -> ModelConfig:
         raw, where = source, "config"
     else:
         raw, where = _load(Path(source))
-    reader = _Reader(raw)
+    reader = _Reader(raw, where)
     config = reader.model()
     if reader.problems:
         raise ConfigError(f"{where} cannot be used:\n  " + "\n  ".join(reader.problems))
@@ -136,9 +136,9 @@ def _load(path: Path) -> tuple[Mapping[str, Any], str]:
 class _Reader:
     """Looks keys up in `text_config` first and in the outer object second, and collects what is wrong."""
 
-    def __init__(self, raw: Mapping[str, Any]):
+    def __init__(self, raw: Mapping[str, Any], where: str):
         inner = raw.get("text_config")
-        self.outer = raw
+        self.outer, self.where = raw, where
         self.levels = [inner, raw] if isinstance(inner, Mapping) else [raw]
         self.problems: list[str] = []
         self.model_type = self._model_type()
@@ -234,7 +234,7 @@ class _Reader:
         if len(found - {None}) > 1:
             why = " (model_type and architectures name different families)"
         supported = "".join(f"\n  {kind}: {sizes}" for kind, sizes in SUPPORTED.items())
-        raise ConfigError(f"this model is not supported: {what}{why}. Supported model types:{supported}")
+        raise ConfigError(f"{self.where} is of a model that is not supported: {what}{why}. Supported:{supported}")
 
     def _refuse_other_maths(self) -> None:
         for level in self.levels:

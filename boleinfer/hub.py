@@ -126,7 +126,7 @@ def _explain(error: BaseException, what: str) -> str:
     if any(
         type(e).__module__.startswith(_NETWORK_MODULES) or isinstance(e, ConnectionError | TimeoutError) for e in chain
     ):
-        return f"the hub cannot be reached, and {what} is not all in the cache; check the network, then try again"
+        return f"the hub cannot be reached or was cut off, and {what} is not all in the cache; check the network, try again"
     return f"{what} could not be fetched: {type(error).__name__}: {error}"
 
 

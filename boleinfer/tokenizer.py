@@ -82,7 +82,7 @@ class Tokenizer:
             _read_object(folder / "tokenizer_config.json"),
             _read_object(folder / "generation_config.json"),
             _read_object(folder / "config.json"),
-            template.read_text(encoding="utf-8") if template.is_file() else None,
+            _read_text(template) if template.is_file() else None,
         )
 
     # ---- text and ids ------------------------------------------------------------------------------------------------
@@ -223,14 +223,21 @@ def _defaults(generation: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{file} cannot be read ({error}); fetch it again") from None
+
+
 def _read_object(file: Path) -> dict[str, Any]:
     """A JSON object, empty when the file does not exist."""
     if not file.is_file():
         return {}
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"{file} cannot be read ({error}); fetch it again") from None
+        value = json.loads(_read_text(file))
+    except json.JSONDecodeError as error:
+        raise TokenizerError(f"{file} is not valid JSON ({error}); fetch it again") from None
     if not isinstance(value, dict):
         raise TokenizerError(f"{file} holds a JSON {type(value).__name__}, expected an object")
     return value

@@ -240,6 +240,13 @@ def test_ids_that_the_library_would_renumber(tmp_path):
         Tokenizer.from_folder(tmp_path)
 
 
+def test_template_that_is_not_text(tmp_path):
+    make_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe{")
+    with pytest.raises(TokenizerError, match="chat_template.jinja cannot be read"):
+        Tokenizer.from_folder(tmp_path)
+
+
 def test_tokenizer_of_another_kind(tmp_path):
     import tokenizers
 
