@@ -55,7 +55,7 @@ def load_model_files(
         raise HubError(f"{what} is not in the cache, and offline mode is on; fetch it once while online")
     missing = _missing(folder)
     if missing:
-        hint = "fetch the rest while online" if offline else "the repository lacks it, or the cache is damaged"
+        hint = "fetch the rest while online" if offline else "the hub cannot be reached, or the repository lacks it"
         raise HubError(f"{what} is incomplete in {folder}: it lacks {', '.join(missing)}; {hint}")
     return folder
 
@@ -126,7 +126,9 @@ def _explain(error: BaseException, what: str) -> str:
     if any(
         type(e).__module__.startswith(_NETWORK_MODULES) or isinstance(e, ConnectionError | TimeoutError) for e in chain
     ):
-        return f"the hub cannot be reached or was cut off, and {what} is not all in the cache; check the network, try again"
+        return (
+            f"the hub cannot be reached or was cut off; {what} is not all in the cache; check the network and try again"
+        )
     return f"{what} could not be fetched: {type(error).__name__}: {error}"
 
 
