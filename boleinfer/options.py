@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -116,8 +117,16 @@ def load_model(args: argparse.Namespace) -> LLM:
         token=args.token,
         offline=args.offline,
         max_model_len=args.max_model_len,
+        progress=_show_progress if sys.stderr.isatty() and not args.quiet else None,
         **asked,
     )
+
+
+def _show_progress(done: int, total: int) -> None:
+    """One line on a terminal that goes away at the end; nothing for a model that is there at once."""
+    if total > 1 << 30:
+        line = "" if done == total else f"reading weights: {done / total:.0%}"
+        print(f"\r{line:24}", end="\r", file=sys.stderr, flush=True)
 
 
 def sampling_params(args: argparse.Namespace, defaults: SamplingParams | None = None) -> SamplingParams:
