@@ -166,6 +166,25 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def markdown(record: dict[str, Any]) -> str:
+    """The result as README and docs show it."""
+    lines = [
+        f"{record['model']} on {record['cpu']}, {record['cores']} cores, {record['date'][:10]}: "
+        f"{record['prompts']} held-out prompts, {record['tokens_a_prompt']} tokens each, one request at a time.",
+        "",
+        "| decoding | drafter | tokens/s | against plain | tokens a step | share of the matrix-vector floor |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for mode, runs in record["modes"].items():
+        for name in sorted(runs, key=lambda name: (name != "none", name)):
+            r = runs[name]
+            lines.append(
+                f"| {mode} | {name} | {r['tokens_per_s']:.0f} | {r['times_plain']:.2f}x | {r['tokens_per_step']:.2f} "
+                f"| {r['matvec_share']:.0%} |"
+            )
+    return "\n".join(lines)
+
+
 def _output_file(args: argparse.Namespace) -> Path | None:
     """Where to write; None for a quick look, which is no result to keep."""
     if args.output is not None:

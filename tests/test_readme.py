@@ -1,0 +1,57 @@
+"""What README.md and --help show can be typed as it stands; links lead somewhere; figures are those of a result file."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from boleinfer import cli
+from boleinfer.bench import markdown
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+HELP = "".join(
+    text for name, text in vars(cli).items() if name in ("_MAIN", "_GENERATE", "_CHAT", "_INFO", "_CHECK", "_BENCH")
+)
+COMMANDS = sorted(set(re.findall(r"^ {2,}(?:.*[&|] )?(boleinfer [a-z].*)$", README + HELP, re.MULTILINE)))
+
+
+def arguments(line: str) -> list[str]:
+    """The words of a shown command, up to a comment, an explanation or the next command of a pipe."""
+    line = re.split(r"\s{3,}|\s[|>]\s|\s#\s", line)[0]
+    return shlex.split(line.replace("$'", "'"))[1:]
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_shown_commands_parse(line):
+    cli.build_parser().parse_args(arguments(line))
+
+
+def test_every_command_is_shown():
+    assert {arguments(line)[0] for line in COMMANDS} == {"generate", "chat", "info", "check", "bench"}
+
+
+def test_library_example_runs(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(compile(code.replace("max_tokens=100", "max_tokens=12"), "README.md", "exec"), {})
+    assert len(capsys.readouterr().out) > 30
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/architecture.md", "docs/algorithm.md", "docs/performance-notes.md"]
+)
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+    for path in re.findall(r"`((?:boleinfer|models|docs|tests|tools|benchmarks)/[\w./-]+\.\w+)`", text):
+        assert (ROOT / path).exists(), f"{page} names {path}"
+
+
+def test_figures_are_those_of_the_result_file():
+    """The table between the markers is what `boleinfer bench cpu` recorded, not what someone remembers."""
+    record = json.loads((ROOT / "benchmarks" / "results" / "cpu.json").read_text(encoding="utf-8"))
+    (shown,) = re.findall(r"<!-- cpu.json -->\n(.*?)<!-- end -->", README, re.DOTALL)
+    assert shown.strip() == markdown(record), "put the left side's place in README.md to what the right side says"
