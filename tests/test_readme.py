@@ -1,4 +1,4 @@
-"""What README.md and --help show can be typed as it stands; links lead somewhere; figures are those of a result file."""
+"""What README.md and --help show can be typed as it stands; links lead somewhere; figures stand in a result file."""
 
 import json
 import re
