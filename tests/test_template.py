@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -240,7 +240,11 @@ def test_all_marks_taken(ours):
         ours.chat_ids([{"role": "user", "content": "".join(map(chr, range(0xFDD0, 0xFDF0)))}])
 
 
-def test_bundled_style_template_in_settings_round_trips(tmp_path):
-    folder = make_tokenizer(tmp_path, setting=CHAT)
-    assert json.loads((folder / "tokenizer_config.json").read_text())["chat_template"] == CHAT
-    assert rendered(folder).endswith("<|im_start|>assistant\n")
+def test_bundled_model_s_chats_equal_hf():
+    from boleinfer import models
+
+    bundled = Path(models.__path__[0]) / "bole-coder-16m"
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(bundled)
+    messages = [USER, {"role": "assistant", "content": "def f():\n    return 1"}, USER]
+    expected = theirs.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)["input_ids"]
+    assert Tokenizer.from_folder(bundled).chat_ids(messages) == expected
