@@ -49,6 +49,13 @@ examples:
   boleinfer check
   boleinfer check gdn attention        only the ops whose name contains one of these
 """
+_KERNELS = """\
+examples:
+  boleinfer kernels                          every kernel for every GPU generation, with no GPU needed
+  boleinfer kernels rms --arch 90 --json     only files whose name contains rms, for an H100 or H200
+
+A kernel whose registers spill to memory fails the command, unless its file gives the reason (// spills: why).
+"""
 _BENCH = """\
 examples:
   boleinfer bench cpu                              all prompts; writes benchmarks/results/cpu.json
@@ -102,6 +109,15 @@ def build_parser() -> argparse.ArgumentParser:
     check.add_argument("ops", nargs="*", metavar="OP", help="only ops whose name contains OP")
     check.set_defaults(run=_run_check)
 
+    kernels = command("kernels", "compile the CUDA kernels and show what each needs", _KERNELS)
+    kernels.add_argument("names", nargs="*", metavar="NAME", help="only files whose name contains NAME")
+    kernels.add_argument(
+        "--arch", default="80,86,89,90,100,120", metavar="LIST", help="compute capabilities (default: %(default)s)"
+    )
+    kernels.add_argument("--json", action="store_true", help="print it as one JSON array")
+    kernels.add_argument("-j", "--jobs", type=count, metavar="N", help="compile in N processes (default: all cores)")
+    kernels.set_defaults(run=_run_kernels)
+
     bench = command("bench", "measure speed on this machine", _BENCH)
     bench.add_argument("what", choices=["cpu"], help="cpu: plain decoding, every drafter and the matrix-vector floor")
     bench.add_argument("-m", "--model", metavar="MODEL", help="folder or hub id (default: the bundled model)")
@@ -145,11 +161,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _is_mistake(error: Exception) -> bool:
     from boleinfer.config import ConfigError
     from boleinfer.hub import HubError
+    from boleinfer.nvrtc import ToolchainError
     from boleinfer.request import RequestError
     from boleinfer.tokenizer import TokenizerError
     from boleinfer.weights import WeightsError
 
-    return isinstance(error, (UsageError, ConfigError, HubError, RequestError, TokenizerError, WeightsError))
+    return isinstance(
+        error, (UsageError, ConfigError, HubError, RequestError, TokenizerError, ToolchainError, WeightsError)
+    )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -188,6 +207,12 @@ def _run_check(args: argparse.Namespace) -> int:
     from boleinfer.check import check
 
     return check(args.ops)
+
+
+def _run_kernels(args: argparse.Namespace) -> int:
+    from boleinfer.kernel_report import kernels
+
+    return kernels(args.arch.split(","), args.names, args.json, args.jobs)
 
 
 def _run_bench(args: argparse.Namespace) -> int:

@@ -20,6 +20,8 @@ import boleinfer
 for family in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
     importlib.import_module("boleinfer.models." + family)
 import boleinfer.models
+from boleinfer.kernels import cuda_folder
+assert (cuda_folder() / "rms_norm.cu").is_file()
 found = [p for p in boleinfer.models.__path__ if (pathlib.Path(p) / "{MODEL}" / "config.json").exists()]
 assert found, list(boleinfer.models.__path__)
 print(pathlib.Path(boleinfer.__file__).resolve())
@@ -32,7 +34,7 @@ def source(tmp_path_factory) -> Path:
     copy = tmp_path_factory.mktemp("source") / "boleinfer"
     copy.mkdir()
     skip = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for folder in ("boleinfer", "models"):
+    for folder in ("boleinfer", "models", "cuda"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=skip)
     for file in ("cli.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / file, copy / file)
@@ -83,6 +85,8 @@ def test_wheel_holds_models_and_licences(wheel):
     assert carried <= names, sorted(carried - names)
     assert any(n.endswith("licenses/LICENSE") for n in names) and any(n.endswith("licenses/NOTICE") for n in names)
     assert not [n for n in names if n.split("/")[0] not in {"boleinfer"} and ".dist-info" not in n]
+    assert {f"boleinfer/cuda/{p.name}" for p in (ROOT / "cuda").glob("*.cu*")} <= names
+    assert "boleinfer/cuda/__init__.py" not in names
     sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "boleinfer").rglob("*.py")}
     assert sources <= names, f"not listed in pyproject's packages: {sorted(sources - names)}"
 

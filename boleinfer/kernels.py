@@ -1,0 +1,201 @@
+"""Launches the kernels of cuda/: checks arguments against the declaration, compiles, loads. The only file that does.
+
+    launch("rms_norm.cu", "rms_norm", grid=R, block=256, args={"x": x, "w": w, "out": out, "D": D, "eps": eps},
+           constants={"Act": "bf16"})
+
+How a kernel declares its parameters is in declaration.py. bf16 arrays are CuPy arrays of ml_dtypes.bfloat16, fp8 arrays
+of ml_dtypes.float8_e4m3fn; integers that hold the bits are refused. A first launch may compile (about 0.1 s) and load a
+module, which a graph capture does not allow: launch everything once before capturing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import boleinfer
+from boleinfer import nvrtc
+from boleinfer.arguments import check_arguments, check_constants
+from boleinfer.declaration import Constant, KernelError, KernelFile, read
+from boleinfer.nvrtc import ToolchainError
+
+__all__ = ["KernelError", "ToolchainError", "cuda_folder", "kernel_file", "launch"]
+
+Extent = int | tuple[int, ...]
+_GRID, _BLOCK, _THREADS = (2**31 - 1, 65535, 65535), (1024, 1024, 64), 1024  # limits of every architecture
+_OLDEST = 80  # the first architecture with bf16
+_PLAIN_SHARED = 48 * 1024  # bytes of dynamic shared memory that need no permission
+
+
+def launch(
+    file: str | Path,
+    name: str,
+    grid: Extent,
+    block: Extent,
+    args: Mapping[str, Any],
+    dims: Mapping[str, int] | None = None,
+    shared: int = 0,
+    constants: Mapping[str, Constant] | None = None,
+    stream: Any = None,
+) -> None:
+    """Queue kernel `name` of cuda/`file` on the current device.
+
+    grid, block: blocks, and threads of a block: a number or up to three
+    args:        every parameter by name: CuPy arrays, Python or NumPy numbers, None for a null pointer
+    dims:        sizes (capital names) that no array or scalar states, or that must agree with what they state
+    shared:      bytes of dynamic shared memory of a block
+    constants:   the compile-time constants of the file's `// sizes:`: numbers, truth values, types by their C name
+    stream:      a CuPy stream; the current one when None
+    Raises KernelError for anything that does not fit the declaration or does not compile, ToolchainError (one kind of
+    it) when CuPy, NVRTC, its headers, the driver or the GPU is missing or does not fit.
+    """
+    source = kernel_file(file)
+    chosen = check_constants(source, constants or {})
+    gpu = open_gpu()
+    device = gpu.device()
+    values = check_arguments(source, name, args, dims or {}, chosen, gpu, device)
+    where = f"{source.path.name}: {name}"
+    shape = _extent(grid, "grid", _GRID, where), _extent(block, "block", _BLOCK, where)
+    threads = shape[1][0] * shape[1][1] * shape[1][2]
+    if threads > _THREADS:
+        raise KernelError(f"{where}: the block has {threads} threads; at most {_THREADS} are possible")
+    if shared < 0:
+        raise KernelError(f"{where}: {shared} bytes of shared memory were asked for; give 0 or more")
+    function = _module(gpu, device, source, tuple(chosen.items())).function(name, shared)
+    try:
+        function(*shape, values, shared, stream)
+    except Exception as error:  # CuPy's kinds of error differ between driver and runtime
+        raise KernelError(
+            f"{where}: CUDA refuses the launch with grid {shape[0]}, block {shape[1]} and {shared} bytes of dynamic "
+            f"shared memory, or an earlier kernel has failed ({error})"
+        ) from error
+
+
+def cuda_folder() -> Path:
+    """The folder of the .cu files: inside the installed package, or beside it in a checkout."""
+    folders = [Path(p) / "cuda" for p in boleinfer.__path__]
+    found = [folder for folder in folders if (folder / "common.cuh").is_file()]
+    if not found:
+        raise KernelError(f"no kernels in {' or '.join(map(str, folders))}; reinstall boleinfer")
+    return found[0]
+
+
+@functools.cache
+def kernel_file(file: str | Path) -> KernelFile:
+    """The parsed file, by its name in the cuda folder or by an absolute path; read once in a process."""
+    return read(cuda_folder() / file)
+
+
+def _extent(given: Extent, what: str, limits: tuple[int, int, int], where: str) -> tuple[int, int, int]:
+    sizes = given if isinstance(given, tuple) else (given,)
+    full = (*sizes, 1, 1)[:3]
+    if not 1 <= len(sizes) <= 3 or not all(1 <= n <= most for n, most in zip(full, limits)):
+        raise KernelError(
+            f"{where}: the {what} is {given}, expected one to three numbers from 1 up to {limits}; "
+            "do not launch when there is nothing to do"
+        )
+    return full[0], full[1], full[2]
+
+
+# ---- the device ------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def open_gpu() -> Gpu:
+    """The GPU through CuPy. Raises ToolchainError, with what to do, when CuPy, the driver or a GPU is missing."""
+    return Gpu()
+
+
+class Gpu:
+    """All that a launch needs of CuPy: what is an array, and how a cubin becomes a function."""
+
+    def __init__(self) -> None:
+        try:
+            import cupy
+        except ImportError as error:
+            raise ToolchainError(nvrtc.cupy_missing(error)) from error
+        self._cupy = cupy
+        runtime = cupy.cuda.runtime
+        try:
+            count = runtime.getDeviceCount()
+        except runtime.CUDARuntimeError as error:
+            driver, built = runtime.driverGetVersion(), cupy.cuda.driver.get_build_version()
+            has = f"the driver knows CUDA {driver // 1000}.{driver % 1000 // 10}" if driver else "there is no driver"
+            raise ToolchainError(
+                f"CUDA cannot start ({error}): {has}, and this CuPy needs CUDA {built // 1000}; install or update "
+                f"NVIDIA's driver, or pip install 'boleinfer[cuda{max(12, min(driver // 1000, 13))}]', "
+                "or run with --device cpu"
+            ) from error
+        if not count:
+            raise ToolchainError("no GPU is visible to CUDA; look at nvidia-smi and CUDA_VISIBLE_DEVICES")
+
+    def device(self) -> int:
+        """The number of the current device."""
+        return int(self._cupy.cuda.runtime.getDevice())
+
+    def arch(self, device: int) -> str:
+        """The architecture of a device, such as "90". Raises ToolchainError for a GPU older than Ampere."""
+        arch = str(self._cupy.cuda.Device(device).compute_capability)
+        if int(arch) < _OLDEST:
+            raise ToolchainError(
+                f"GPU {device} is of architecture {arch}; the kernels need {_OLDEST} (Ampere) or newer"
+            )
+        return arch
+
+    def is_array(self, value: Any) -> bool:
+        """Whether it is a CuPy array."""
+        return isinstance(value, self._cupy.ndarray)
+
+    def device_of(self, array: Any) -> int:
+        """The number of the device that holds the array."""
+        return int(array.device.id)
+
+    def address(self, array: Any) -> int:
+        """The device address of its first element."""
+        return int(array.data.ptr)
+
+    def load(self, cubin: bytes) -> Any:
+        """The cubin as a module of the current device; `get_function(name)` gives what launches a kernel."""
+        module = self._cupy.cuda.function.Module()
+        module.load(cubin)
+        return module
+
+    def allow_shared(self, function: Any, nbytes: int) -> None:
+        """Permits a kernel more than 48 KiB of dynamic shared memory. Raises CuPy's error where the device has less."""
+        driver = self._cupy.cuda.driver
+        driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, nbytes)
+
+
+class _Module:
+    """One compiled file on one device: its functions, and the dynamic shared memory that each was permitted."""
+
+    def __init__(self, gpu: Gpu, title: str, cubin: bytes) -> None:
+        self._gpu, self._title = gpu, title
+        try:
+            self._module = gpu.load(cubin)
+        except Exception as error:  # CuPy's kinds of error differ between driver and runtime
+            raise KernelError(f"{title}: the driver refuses the compiled kernel ({error})") from error
+        self._functions: dict[str, tuple[Any, int]] = {}
+
+    def function(self, name: str, shared: int) -> Callable[..., None]:
+        """The kernel's function: called with (grid, block, values, shared, stream)."""
+        function, allowed = self._functions.get(name) or (self._module.get_function(name), _PLAIN_SHARED)
+        if shared > allowed:
+            try:
+                self._gpu.allow_shared(function, shared)
+            except Exception as error:
+                raise KernelError(
+                    f"{self._title}: {name} asks for {shared} bytes of dynamic shared memory, more than this device "
+                    f"gives a block ({error}); use smaller tiles"
+                ) from error
+            allowed = shared
+        self._functions[name] = function, allowed
+        return function
+
+
+@functools.cache
+def _module(gpu: Gpu, device: int, source: KernelFile, constants: tuple[tuple[str, Constant], ...]) -> _Module:
+    job = nvrtc.job(source, dict(constants), gpu.arch(device), cuda_folder())
+    return _Module(gpu, job.title, nvrtc.build(job, nvrtc.default_cache()).cubin)

@@ -1,0 +1,140 @@
+// Number types, 16-byte accesses, block reductions, activations and random numbers for all kernels. Knows no op.
+//
+// Every file is compiled with this one in front of it, then its compile-time constants, then its own text.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include "philox.cuh"
+
+using bf16 = __nv_bfloat16;
+using fp8 = __nv_fp8_e4m3;
+
+constexpr int WARP = 32;
+constexpr unsigned ALL_LANES = 0xffffffffu;
+
+__device__ __forceinline__ float inf() { return __int_as_float(0x7f800000); }
+__device__ __forceinline__ float nan() { return __int_as_float(0x7fc00000); }
+
+// ---- numbers --------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(bf16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(fp8 x) { return float(x); }
+
+// float -> T, to the nearest, ties to even; fp8 saturates at 448
+template <class T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ float from_float<float>(float x) { return x; }
+template <>
+__device__ __forceinline__ bf16 from_float<bf16>(float x) { return __float2bfloat16_rn(x); }
+template <>
+__device__ __forceinline__ half from_float<half>(float x) { return __float2half_rn(x); }
+template <>
+__device__ __forceinline__ fp8 from_float<fp8>(float x) { return fp8(x); }
+
+// ---- memory ---------------------------------------------------------------------------------------------------------
+
+// N neighbours, moved as 16-byte words where they fill such words (their address is then a multiple of 16)
+template <class T, int N>
+struct alignas(sizeof(T) * N % 16 == 0 ? 16 : alignof(T)) Pack {
+  T v[N];
+};
+
+template <class T>
+constexpr int PER_16_BYTES = 16 / sizeof(T);
+
+template <int N, class T>
+__device__ __forceinline__ Pack<T, N> load(const T* p) {
+  Pack<T, N> pack;
+  if constexpr (sizeof(pack) % 16 == 0) {
+#pragma unroll
+    for (int i = 0; i < sizeof(pack) / 16; i++) {
+      const uint4 word = reinterpret_cast<const uint4*>(p)[i];
+      memcpy(reinterpret_cast<char*>(&pack) + 16 * i, &word, 16);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i++) pack.v[i] = p[i];
+  }
+  return pack;
+}
+
+// The same for what is read once, such as weights at few rows: leaves the caches to what is read again.
+template <int N, class T>
+__device__ __forceinline__ Pack<T, N> load_once(const T* p) {
+  Pack<T, N> pack;
+  static_assert(sizeof(pack) % 16 == 0, "load_once moves 16-byte words");
+#pragma unroll
+  for (int i = 0; i < sizeof(pack) / 16; i++) {
+    const uint4 word = __ldcs(reinterpret_cast<const uint4*>(p) + i);
+    memcpy(reinterpret_cast<char*>(&pack) + 16 * i, &word, 16);
+  }
+  return pack;
+}
+
+template <int N, class T>
+__device__ __forceinline__ void store(T* p, const Pack<T, N>& pack) {
+  if constexpr (sizeof(pack) % 16 == 0) {
+#pragma unroll
+    for (int i = 0; i < sizeof(pack) / 16; i++) {
+      uint4 word;
+      memcpy(&word, reinterpret_cast<const char*>(&pack) + 16 * i, 16);
+      reinterpret_cast<uint4*>(p)[i] = word;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i++) p[i] = pack.v[i];
+  }
+}
+
+// Whether 16-byte words may be moved at all of these addresses.
+template <class... P>
+__device__ __forceinline__ bool aligned16(const P*... p) {
+  return ((reinterpret_cast<unsigned long long>(p) | ...) & 15) == 0;
+}
+
+// ---- reductions -----------------------------------------------------------------------------------------------------
+
+struct Sum {
+  __device__ static float neutral() { return 0.0f; }
+  __device__ static float of(float a, float b) { return a + b; }
+};
+struct Max {
+  __device__ static float neutral() { return -inf(); }
+  __device__ static float of(float a, float b) { return fmaxf(a, b); }  // NaN loses
+};
+
+// Over the lanes of a full warp; every lane gets the same bits.
+template <class Op>
+__device__ __forceinline__ float warp_reduce(float x) {
+#pragma unroll
+  for (int lane = WARP / 2; lane > 0; lane /= 2) x = Op::of(x, __shfl_xor_sync(ALL_LANES, x, lane));
+  return x;
+}
+
+// Over all threads of a block of full warps, along x; every thread gets the same bits. 128 bytes of shared memory.
+template <class Op>
+__device__ __forceinline__ float block_reduce(float x) {
+  __shared__ float part[WARP];
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  x = warp_reduce<Op>(x);
+  __syncthreads();  // part may still be read by an earlier call
+  if (lane == 0) part[warp] = x;
+  __syncthreads();
+  return warp_reduce<Op>(lane < blockDim.x / WARP ? part[lane] : Op::neutral());
+}
+
+__device__ __forceinline__ float warp_sum(float x) { return warp_reduce<Sum>(x); }
+__device__ __forceinline__ float warp_max(float x) { return warp_reduce<Max>(x); }
+__device__ __forceinline__ float block_sum(float x) { return block_reduce<Sum>(x); }
+__device__ __forceinline__ float block_max(float x) { return block_reduce<Max>(x); }
+
+// ---- activations ----------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }  // 0 where e^-x overflows
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }        // -0 where e^-x overflows
