@@ -47,10 +47,14 @@ def tree_of(parents: list[int]) -> Tree:
     return Tree.of([0] * len(parents), parents)
 
 
-def trees(max_nodes: int = 12, max_chunk: int = 0) -> st.SearchStrategy[Tree]:
-    """A tree, or (max_chunk > 0) sometimes a prefill chunk up to that long."""
-    some = parents(max_nodes).map(tree_of)
-    return some | st.integers(1, max_chunk).map(lambda n: tree_of(chain(n))) if max_chunk else some
+@st.composite
+def trees(draw, max_nodes: int = 12, max_chunk: int = 0) -> Tree:
+    """A tree, a prefill chunk of up to max_chunk tokens, or a tree at the end of such a chunk."""
+    kinds = ["tree", "chunk", "both"] if max_chunk else ["tree"]
+    kind = draw(st.sampled_from(kinds))
+    chunk = draw(st.integers(1, max_chunk)) if kind != "tree" else 0
+    branches = draw(parents(max_nodes)) if kind != "chunk" else []
+    return tree_of(chain(chunk) + [chunk + p for p in branches])
 
 
 @st.composite

@@ -53,7 +53,8 @@ def tree_attention(
 
     q: [n, Hq, Dh], of all R rows, or of the flat rows `rows` (increasing int [n]); query head h reads KV head
     h // (Hq // Hkv). k_pages, v_pages: [pages, P, Hkv, Dh], with the rows read already written by `write_kv`.
-    Returns [n, Hq, Dh] in q's dtype. A request's KV is read once per block of SCORES scores.
+    Returns [n, Hq, Dh] in q's dtype; float32 is within about 5e-7 of float64. A request's KV is read once, or once for
+    every SCORES scores where there are more; consecutive pages are read in place, scattered ones gathered first.
     """
     out = np.empty_like(q)
     cuts = forest.start if rows is None else np.searchsorted(rows, forest.start)

@@ -9,7 +9,8 @@ Knows no other op and no model. In every function below
     u_n = beta_n (v_n - e^{g_n} S_p^T k_n),   o_n = S_n^T q_n
 
 (Yang, Kautz, Hatamizadeh 2024, "Gated Delta Networks"). Sums of g are taken in float64, with g clamped at -800, whose
-exponential is already 0: differences of sums then neither lose digits nor meet inf - inf. Only exponents <= 0 are used.
+exponential is already 0: differences of sums then never meet inf - inf and stay exact to 1e-11. Only exponents <= 0
+are used.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def tree(
     q, k: [N, Hk, K]; v: [N, Hv, V]; g, beta: [N, Hv]; S: [Hv, K, V], the state before the ring
     ring_k: [c, Hk, K]; ring_u: [c, Hv, V]; ring_g: [c, Hv], filled entries only, oldest first
     ancestors: bool [N, N], entry [n, a] True when a is n or an ancestor of n
-    Returns o, u [Hv, N, V] transposed to [N, Hv, V], in v's dtype.
+    Returns o, u [N, Hv, V] (views of head-major arrays) in v's dtype; float32 is within about 2e-7 of float64.
     """
     (N, Hk, K), (Hv, V), c = k.shape, v.shape[1:], len(ring_k)
     r = Hv // Hk
@@ -182,7 +183,7 @@ def gdn(
     """Outputs o and factors u [R, Hv, V] of all rows of a forest; neither S nor the ring is written.
 
     q, k: [R, Hk, K]; v: [R, Hv, V]; g, beta: [R, Hv]; S: [slots, Hv, K, V]; slot: int [B].
-    A long chain runs in chunks from the folded state, anything else in closed form over [ring | tree].
+    A chain longer than CHUNK runs in chunks from the folded state, anything else in closed form over [ring | tree].
     """
     o, u = np.empty_like(v), np.empty_like(v)
     for b, nodes in enumerate(forest.trees):

@@ -61,7 +61,7 @@ def random_rows(rng, R, Hq, Hkv, Dh, dtype):
     return tuple(rng.standard_normal((R, H, Dh)).astype(dtype) for H in (Hq, Hkv, Hkv))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(data=st.data(), seed=some.seeds, dtype=some.dtypes, Hkv=st.integers(1, 2), ratio=st.integers(1, 3))
 def test_nodes_equal_their_root_path_and_commits_equal_feeding_it(data, seed, dtype, Hkv, ratio):
     rng = np.random.default_rng(seed)

@@ -134,6 +134,21 @@ def test_recurrent_and_chunked_equal_loops(T, ratio, dtype):
             some.assert_near(out, np.reshape(ref, out.shape))
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("N", [65, 100, 193])
+def test_large_trees_that_are_no_chains(N, dtype):
+    rng = np.random.default_rng(N)
+    ragged = [int(rng.integers(max(-1, n - 9), n)) for n in range(N)]
+    rows = random_rows(rng, 3 * N, 2, 4, 6, 5, dtype, alike=True)
+    S, ring, slot = rng.standard_normal((3, 4, 6, 5)).astype(dtype), empty_ring(3, 1, 2, 4, 6, 5, dtype), [2, 0, 1]
+    forest = Forest.of([some.tree_of(p) for p in (ragged, some.binary(N), [*some.chain(N - 1), N - 3])], [0] * 3)
+    o, u = gdn(*rows, S, ring, slot, forest)
+    for b, nodes in enumerate(forest.trees):
+        o_ref, u_ref, _ = walk(nodes, [x[forest.rows(b)] for x in rows], S[slot[b]])
+        some.assert_near(o[forest.rows(b)], o_ref)
+        some.assert_near(u[forest.rows(b)], u_ref)
+
+
 @given(length=st.integers(0, 9), m=st.integers(0, 30), C=st.integers(0, 9))
 def test_the_ring_never_overflows_and_is_folded_only_when_it_must(length, m, C):
     length = min(length, C)
