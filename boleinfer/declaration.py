@@ -56,7 +56,7 @@ _PARAMETER = re.compile(
     r"(?P<const>const\s+)?(?P<type>\w+(?:\s+\w+)*?)"
     r"\s*(?:(?P<star>\*)\s*(?P<restrict>__restrict__\s+)?|\s)(?P<name>[A-Za-z_]\w*)"
 )
-_SIZE = r"[A-Z]\w*"
+_SIZE = r"\b[A-Z]\w*"
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -82,7 +82,7 @@ class Dim:
         return self.tree.id if isinstance(self.tree, ast.Name) else ""
 
     def names(self) -> list[str]:
-        return [node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)]
+        return re.findall(_SIZE, self.text)
 
     def value(self, sizes: Mapping[str, int]) -> int:
         """Raises KeyError for a size that is not known, ZeroDivisionError for a division by zero."""
@@ -208,22 +208,23 @@ def _sizes(lines: list[str], path: Path) -> tuple[Mapping[str, Constant], ...]:
 
 def _parameters(text: str, start: int, path: Path, types: set[str]) -> tuple[Parameter, ...]:
     """The parameters from the line after `name(` up to the closing parenthesis."""
-    line = text.count("\n", 0, start) + 1
+    first = text.count("\n", 0, start) + 2
     found: list[Parameter] = []
-    for raw in text[start:].splitlines()[1:]:
-        line += 1
+    previous = ""  # the line of the last parameter, when no comma follows it
+    for line, raw in enumerate(text[start:].splitlines()[1:], first):
         code, _, comment = (part.strip() for part in raw.partition("//"))
         last = re.search(r"\)\s*\{?$", code)
-        code = code[: last.start()] if last else code
+        code = code[: last.start()].strip() if last else code
         if code:
-            if not last and not code.endswith(","):
-                _refuse(path, line, raw, "it ends neither with a comma nor with the closing parenthesis")
-            found.append(_parameter(code.rstrip(","), comment, raw, line, path, types))
+            if previous:
+                _refuse(path, found[-1].line, previous, "neither a comma nor the closing parenthesis follows")
+            found.append(_parameter(code.removesuffix(","), comment, raw, line, path, types))
+            previous = "" if code.endswith(",") else raw
         if last:
             if len({p.name for p in found}) < len(found):
                 _refuse(path, line, raw, "two parameters of this kernel have the same name")
             return tuple(found)
-    _refuse(path, line, "", "the parameter list has no end")
+    _refuse(path, first - 1, text[:start].splitlines()[-1], "the parameter list has no end")
 
 
 def _parameter(code: str, comment: str, raw: str, line: int, path: Path, types: set[str]) -> Parameter:

@@ -108,6 +108,19 @@ def open_gpu() -> Gpu:
     return Gpu()
 
 
+def _no_gpu(driver: int, built: int, reason: str) -> str:
+    """Why CUDA finds no GPU and what to do, by the CUDA versions (13020 is 13.2) of the driver and of CuPy."""
+    if not driver:
+        return f"there is no NVIDIA driver ({reason}); install one, or run on the CPU"
+    if driver // 1000 < built // 1000:
+        return (
+            f"the NVIDIA driver knows CUDA {driver // 1000}.{driver % 1000 // 10}, and this CuPy is for CUDA "
+            f"{built // 1000} ({reason}); update the driver, or: pip uninstall cupy-cuda{built // 1000}x, then "
+            f"pip install 'boleinfer[cuda{driver // 1000}]'"
+        )
+    return f"no GPU is visible to CUDA ({reason}); look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+
+
 class Gpu:
     """All that a launch needs of CuPy: what is an array, and how a cubin becomes a function."""
 
@@ -119,17 +132,11 @@ class Gpu:
         self._cupy = cupy
         runtime = cupy.cuda.runtime
         try:
-            count = runtime.getDeviceCount()
+            found, reason = runtime.getDeviceCount(), "0 devices"
         except runtime.CUDARuntimeError as error:
-            driver, built = runtime.driverGetVersion(), cupy.cuda.driver.get_build_version()
-            has = f"the driver knows CUDA {driver // 1000}.{driver % 1000 // 10}" if driver else "there is no driver"
-            raise ToolchainError(
-                f"CUDA cannot start ({error}): {has}, and this CuPy needs CUDA {built // 1000}; install or update "
-                f"NVIDIA's driver, or pip install 'boleinfer[cuda{max(12, min(driver // 1000, 13))}]', "
-                "or run with --device cpu"
-            ) from error
-        if not count:
-            raise ToolchainError("no GPU is visible to CUDA; look at nvidia-smi and CUDA_VISIBLE_DEVICES")
+            found, reason = 0, str(error)
+        if not found:
+            raise ToolchainError(_no_gpu(runtime.driverGetVersion(), cupy.cuda.driver.get_build_version(), reason))
 
     def device(self) -> int:
         """The number of the current device."""

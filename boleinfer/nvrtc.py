@@ -79,7 +79,8 @@ def toolchain() -> Toolchain:
         version = nvrtc.getVersion()
         archs = tuple(nvrtc.getSupportedArchs())
     except Exception as error:  # CuPy raises various kinds when the library cannot be loaded
-        raise ToolchainError(f"the CUDA compiler NVRTC cannot be loaded ({error}); {remedy}") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(": ")  # folder listings follow
+        raise ToolchainError(f"the CUDA compiler NVRTC cannot be loaded ({reason}); {remedy}") from error
     folder = _find_headers()
     if folder is None:
         raise ToolchainError(
@@ -275,7 +276,7 @@ def default_cache() -> Cache:
     """$BOLEINFER_CACHE/kernels, else $XDG_CACHE_HOME/boleinfer/kernels, else ~/.cache/boleinfer/kernels."""
     if own := os.environ.get("BOLEINFER_CACHE"):
         return Cache(Path(own).expanduser() / "kernels")
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if not os.path.isabs(base):  # no home, or a relative XDG_CACHE_HOME, which its specification says to ignore
-        base = os.devnull  # cannot hold a folder: the first `put` warns
+    # a relative XDG_CACHE_HOME is to be ignored; ~ stays as it is without a home; os.devnull makes `put` warn
+    places = (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache"), os.devnull)
+    base = next(place for place in places if os.path.isabs(place))
     return Cache(Path(base) / "boleinfer" / "kernels")
