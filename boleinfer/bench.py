@@ -28,7 +28,8 @@ SEED = 20
 def bench_cpu(args: argparse.Namespace) -> int:
     """Exit status of the command: 1 when a drafter changed a token. Writes the result file of a full run."""
     output = _output_file(args)
-    prompts = json.loads((BUNDLED / "heldout_prompts.json").read_text(encoding="utf-8"))[: args.prompts]
+    held_out = json.loads((BUNDLED / "heldout_prompts.json").read_text(encoding="utf-8"))
+    prompts = [entry["text"] for entry in held_out[: args.prompts]]
     llm = LLM(args.model)
     names = [name for name in NAMES if name != "mtp" or llm.model.has_mtp]
     modes = {
