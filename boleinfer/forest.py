@@ -180,7 +180,7 @@ class Forest:
         return slice(int(self.start[b]), int(self.start[b + 1]))
 
     @cached_property
-    def slot(self) -> np.ndarray:
+    def kv_slot(self) -> np.ndarray:
         """int64 [R]: where a row's KV lies in its request: committed length plus the row's index in the tree."""
         return (self.committed - self.start[:-1])[self.request] + np.arange(len(self))
 

@@ -31,7 +31,7 @@ def write_kv(
     k_pages, v_pages: [pages, P, Hkv, Dh]; page_table: int32 [B, M]
     Raises IndexError where a row has no page (page id below 0, or beyond the table).
     """
-    slot, request = (forest.slot, forest.request) if rows is None else (forest.slot[rows], forest.request[rows])
+    slot, request = (forest.kv_slot, forest.request) if rows is None else (forest.kv_slot[rows], forest.request[rows])
     page, offset = np.divmod(slot, k_pages.shape[1])
     page = page_table[request, page]
     if len(page) and page.min() < 0:

@@ -149,6 +149,13 @@ def test_f32_accepted_rows_are_compacted_across_page_edges(path, T):
     assert pool.k[others].tobytes() + pool.v[others].tobytes() == kept
 
 
+def test_all_rows_are_read_before_any_is_moved():
+    rng = np.random.default_rng(0)
+    pool = Pool(rng, [6], 6, 4, 1, 2, np.float32)
+    move_kv(pool.k, pool.v, pool.table[0], np.asarray([1, 2, 3, 5, 4]), np.asarray([2, 1, 4, 3, 5]))
+    np.testing.assert_array_equal(pool.get(0, range(6)), pool.past[0][:, [0, 2, 1, 5, 3, 4]])
+
+
 def test_f17_writing_touches_only_the_slots_of_its_rows():
     rng = np.random.default_rng(0)
     forest = Forest.of([some.tree_of([-1, 0, 0]), some.tree_of([-1])], [15, 3])
