@@ -1,4 +1,4 @@
-"""boleinfer: tree speculative decoding for hybrid-attention language models. `from boleinfer import LLM, SamplingParams`."""
+"""boleinfer: tree speculative decoding for hybrid-attention models. `from boleinfer import LLM, SamplingParams`."""
 
 from __future__ import annotations
 

@@ -55,8 +55,11 @@ class Decoder:
         return rms_norm(x, self.weights["norm"], c.rms_norm_eps), pending
 
     def logits(self, hidden: np.ndarray, vocab: int | None = None) -> np.ndarray:
-        """Hidden rows [n, D] times the head: [n, vocab] (only the first `vocab` ids when given)."""
-        return linear(hidden, self.weights["lm_head"][:vocab])
+        """Hidden rows [n, D] times the head: [n, vocab]; only the first `vocab` ids when given (a multiple of 32)."""
+        head = self.weights["lm_head"]  # [vocab, D], or panels of it [vocab/32, 32, D]
+        if vocab is not None:
+            head = head[:vocab] if head.ndim == 2 else head[: vocab // head.shape[1]]
+        return linear(hidden, head)
 
     def mtp(
         self, token: np.ndarray, hidden: np.ndarray, batch: Batch, state: State, rows: np.ndarray | None = None
@@ -70,14 +73,16 @@ class Decoder:
 
         x = fc [norm(embedding(token)) ; norm(hidden)], then a full-attention layer with a KV cache of its own
         (equation: transformers' MtpModel)."""
-        c, w, eps = self.config, self._mtp, self.config.rms_norm_eps
+        c, w, memory, eps = self.config, self._mtp, state.mtp, self.config.rms_norm_eps
+        if w is None or memory is None:
+            raise ValueError("this checkpoint, or the state made for it, has no MTP layer")
         e = rms_norm(embedding(token, self.weights["embed_tokens"]), self.weights["mtp.pre_fc_norm_embedding"], eps)
         h = rms_norm(hidden, self.weights["mtp.pre_fc_norm_hidden"], eps)
         x = linear(np.concatenate([e, h], axis=1), self.weights["mtp.fc"])  # [n, D]
         position = batch.forest.position
         rotation = rope_table(position if rows is None else position[rows], c.rope)
         h = rms_norm(x, w["input_layernorm"], eps)
-        x = x + gated_attention(h, w["self_attn"], c, state.mtp, batch, rotation, rows)
+        x = x + gated_attention(h, w["self_attn"], c, memory, batch, rotation, rows)
         x = x + self.ffn(rms_norm(x, w["post_attention_layernorm"], eps), w["mlp"], c)
         return rms_norm(x, self.weights["mtp.norm"], eps)
 

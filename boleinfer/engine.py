@@ -49,7 +49,7 @@ class Engine:
             return []
         drafted = time.perf_counter()
         forest = _forest(works)
-        batch = self.state.batch(forest, [w.request.place for w in works])
+        batch = self.state.batch(forest, [w.request.home for w in works])
         hidden, pending = self.model.forward(batch, self.state)  # [R, D]
         rows = [np.arange(s + w.known - 1, s + len(w.tree)) for s, w in zip(forest.start, works) if w.complete]
         logits = iter(np.split(self._logits(hidden, rows), np.cumsum([len(r) for r in rows])[:-1]) if rows else ())

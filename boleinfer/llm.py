@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -164,7 +164,7 @@ class LLM:
         )
         self.model: Decoder = family.build(self.config, loaded)
         self.tokenizer = Tokenizer.from_folder(folder)
-        self.default_params = SamplingParams(**self.tokenizer.generation_defaults)
+        self.default_params = SamplingParams.from_dict(self.tokenizer.generation_defaults)
         limits = Limits(nodes=draft_nodes, depth=draft_depth, min_prob=0.05)
         scratch = 1 + max(draft_nodes, 2 * draft_depth)
         pages = max_batch * -(-(self.max_model_len + scratch) // page_size)
@@ -200,7 +200,7 @@ class LLM:
                 self.engine.drop(running.request)
         return [self._output(p, group) for p, group in zip(many, groups)]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[StreamChunk, None, None]:
         """The answer piece by piece; closing the iterator early frees what the request holds."""
         group = self._start(prompt, params, "the prompt")
         if len(group) > 1:
@@ -215,7 +215,7 @@ class LLM:
 
     def chat_stream(
         self, messages: Sequence[dict], params: SamplingParams | None = None, **template_vars: Any
-    ) -> Iterator[StreamChunk]:
+    ) -> Generator[StreamChunk, None, None]:
         """As chat, piece by piece."""
         return self.stream(self.tokenizer.chat_ids(messages, **template_vars), params)
 
@@ -264,7 +264,7 @@ class LLM:
         else:
             self.engine.add(request)
 
-    def _stream(self, prompt: Prompt, running: _Running) -> Iterator[StreamChunk]:
+    def _stream(self, prompt: Prompt, running: _Running) -> Generator[StreamChunk, None, None]:
         request, sent = running.request, 0
         try:
             self._submit(running)
@@ -333,7 +333,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not isinstance(prompts, Sequence | np.ndarray):
         raise RequestError(f"prompts must be a string, a list of ids, or a list of those; got {type(prompts).__name__}")
     if len(prompts) and all(map(_is_id, prompts)):
-        return [prompts]
+        return [cast(Sequence[int], prompts)]
     if not len(prompts):
         raise RequestError("the list of prompts is empty: give at least one prompt")
-    return list(prompts)
+    return list(cast(Sequence[Prompt], prompts))

@@ -95,6 +95,13 @@ class Request:
         return self.tokens[self.committed :]
 
     @property
+    def home(self) -> Place:
+        """Its place, while it runs; RuntimeError when it holds none."""
+        if self.place is None:
+            raise RuntimeError("a request that does not run holds no place")
+        return self.place
+
+    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 

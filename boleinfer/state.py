@@ -166,7 +166,7 @@ class State:
         forest, C = batch.forest, self._ring_capacity
         rows = [path + start for path, start in zip(paths, forest.start)]  # flat rows
         for layer, factors in zip(self.layers, pending):
-            if isinstance(layer, GDNLayer):
+            if isinstance(layer, GDNLayer) and factors is not None:
                 conv.commit_window(factors.x, layer.window, batch.slot, rows)
                 gdn.commit(layer.S, layer.ring, factors.k, factors.u, factors.g, batch.slot, rows)
         for b, path in enumerate(paths):

@@ -6,9 +6,9 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several test processes on few cores
 
-import pytest  # noqa: E402
+import pytest
 
-from tests import tiny  # noqa: E402
+from tests import tiny
 
 
 @pytest.fixture(scope="session")

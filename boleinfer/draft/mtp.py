@@ -73,7 +73,7 @@ class MTPDrafter:
             return
         tokens = [n.request.tokens[n.start + 1 : n.start + 1 + len(n.hidden)] for n in news]
         forest = Forest.of([Tree.chain(t) for t in tokens], [n.start for n in news])
-        batch = self._state.batch(forest, [n.request.place for n in news])
+        batch = self._state.batch(forest, [n.request.home for n in news])
         y = self._model.mtp(forest.token, np.concatenate([n.hidden for n in news]), batch, self._state)
         for n, end in zip(news, forest.start[1:]):
             self._last[n.request] = y[end - 1]
@@ -98,7 +98,7 @@ class MTPDrafter:
         """The MTP layer over the chosen candidates of all requests."""
         trees = [Tree.of([0] * len(g.run), g.run_parent) for g in growing]
         forest = Forest.of(trees, [r.committed for r in requests])
-        batch = self._state.batch(forest, [r.place for r in requests])
+        batch = self._state.batch(forest, [r.home for r in requests])
         rows = [s + g.run[n] for s, g, nodes in zip(forest.start.tolist(), growing, chosen) for n in nodes]
         token = [g.token[n] for g, nodes in zip(growing, chosen) for n in nodes]
         hidden = np.stack([g.y[g.parent[n]] for g, nodes in zip(growing, chosen) for n in nodes])
