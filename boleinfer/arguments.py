@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,13 +23,6 @@ class Arrays(Protocol):
     def device_of(self, array: Any) -> int: ...
 
     def address(self, array: Any) -> int: ...
-
-
-class Size(NamedTuple):
-    """The value of a capital name, and where it is from."""
-
-    value: int
-    source: str
 
 
 def check_constants(source: KernelFile, constants: Mapping[str, Constant]) -> dict[str, Constant]:
@@ -97,17 +90,16 @@ class _Check:
     def __init__(self, file: str, name: str, arrays: Arrays, device: int, constants: Mapping[str, Constant]) -> None:
         self.where = f"{file}: {name}"
         self.arrays, self.device, self.constants = arrays, device, constants
-        self.sizes: dict[str, Size] = {}
+        self.sizes: dict[str, int] = {}
+        self.sources: dict[str, str] = {}  # where each size is from
 
     def fail(self, parameter: Parameter, arrived: str, remedy: str) -> KernelError:
         return KernelError(f"{self.where}: {parameter.name} is {arrived}, declared `{parameter.text}`; {remedy}")
 
     def bind(self, letter: str, value: int, source: str) -> None:
-        known = self.sizes.setdefault(letter, Size(value, source))
-        if known.value != value:
-            raise KernelError(
-                f"{self.where}: {letter} is {known.value} by {known.source} and {value} by {source}; make them agree"
-            )
+        known, first = self.sizes.setdefault(letter, value), self.sources.setdefault(letter, source)
+        if known != value:
+            raise KernelError(f"{self.where}: {letter} is {known} by {first} and {value} by {source}; make them agree")
 
     def scalar(self, parameter: Parameter, value: Any) -> np.generic:
         """The value in its declared type; a capital integer parameter binds the size of its name."""
@@ -177,7 +169,7 @@ class _Check:
 
     def _value(self, parameter: Parameter, dim: Dim) -> int:
         try:
-            return dim.value({letter: size.value for letter, size in self.sizes.items()})
+            return dim.value(self.sizes)
         except KeyError as unknown:
             raise KernelError(
                 f"{self.where}: nothing says what {unknown.args[0]} is in `{parameter.text}`; give it in dims"
@@ -187,7 +179,7 @@ class _Check:
 
     def _sources(self, parameter: Parameter) -> str:
         letters = [n for dim in (*(parameter.shape or ()), *(parameter.strides or ())) for n in dim.names()]
-        known = [f"{n} = {s.value} by {s.source}" for n in dict.fromkeys(letters) if (s := self.sizes.get(n))]
+        known = [f"{n} = {self.sizes[n]} by {self.sources[n]}" for n in dict.fromkeys(letters) if n in self.sizes]
         return f" ({', '.join(known)})" if known else ""
 
     def overlaps(self, given: list[tuple[Parameter, Any]]) -> None:
