@@ -14,14 +14,23 @@ import numpy as np
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
     """1 / (1 + e^-x), any shape; 0 and 1 where e^-x passes the range of the type."""
-    with np.errstate(over="ignore"):
-        return 1 / (1 + np.exp(-x))
+    e = _one_plus_exp_minus(x)
+    return np.divide(1, e, out=e)
 
 
 def silu(x: np.ndarray) -> np.ndarray:
     """x / (1 + e^-x), any shape; -0 where e^-x passes the range of the type."""
+    e = _one_plus_exp_minus(x)
+    return np.divide(x, e, out=e)
+
+
+def _one_plus_exp_minus(x: np.ndarray) -> np.ndarray:
+    """One new array and no other temporary: fresh pages cost more than the arithmetic."""
+    e = np.negative(x, out=np.empty_like(x))
     with np.errstate(over="ignore"):
-        return x / (1 + np.exp(-x))
+        np.exp(e, out=e)
+    e += 1
+    return e
 
 
 class Case(NamedTuple):

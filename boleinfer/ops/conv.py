@@ -28,8 +28,9 @@ def causal_conv(x: np.ndarray, w: np.ndarray, window: np.ndarray, slot: np.ndarr
     taps = np.ascontiguousarray(w.T)  # [W, Cc]; the layout that loaded weights have already
     *older, current = zip(forest.conv_sources(W), taps)
     y = inputs[current[0]] * current[1]  # [R, Cc]
+    part = np.empty_like(y)
     for source, tap in older:
-        y += inputs[source] * tap
+        y += np.multiply(inputs[source], tap, out=part)
     return silu(y)
 
 
