@@ -5,7 +5,6 @@ A fake GPU whose arrays are NumPy's takes CuPy's place, so all this runs anywher
 
 import math
 import re
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +16,6 @@ from boleinfer import kernels, nvrtc
 from boleinfer.kernels import KernelError, launch
 from boleinfer.nvrtc import Built
 
-ROOT = Path(__file__).resolve().parent.parent
 MIX = """\
 // sizes: K=4,8 Act=bf16 Fast=true
 extern "C" __global__ void mix(
