@@ -58,7 +58,7 @@ def test_a_quick_look_writes_nothing(monkeypatch, tmp_path):
 def test_the_floor_multiplies_every_decoding_weight_once():
     llm = LLM()
     matrices = list(bench.decode_matrices(llm))
-    assert all(x.shape == (1, w.shape[1]) and x.dtype == np.float32 for w, x in matrices)
+    assert all(x.shape == (1, w.shape[-1]) and x.dtype == np.float32 for w, x in matrices)
     weights = llm.model.weights
     depthwise = sum(w.size for name, w in weights.items() if name.endswith("conv1d"))
     expected = sum(w.size for n, w in weights.items() if w.ndim > 1 and not n.startswith("mtp.")) - depthwise
