@@ -104,9 +104,9 @@ def decode_matrices(llm: LLM) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for name, w in llm.model.weights.items():
         if name.startswith("mtp.") or name.endswith("conv1d") or name == "embed_tokens":
             continue  # drafting only; depthwise, no matrix; a look-up (a tied head is there as lm_head)
-        stack = w[: llm.config.num_experts_per_tok] if w.ndim == 3 else [w]
+        stack = w[: llm.config.num_experts_per_tok] if ".experts." in name else [w]
         for matrix in stack if w.ndim > 1 else []:
-            yield matrix, rng.standard_normal((1, matrix.shape[1]), np.float32)
+            yield matrix, rng.standard_normal((1, matrix.shape[-1]), np.float32)
 
 
 def matvec_s(matrices: list[tuple[np.ndarray, np.ndarray]], repeats: int = 5) -> float:

@@ -1,4 +1,4 @@
-"""Allocators for page and slot numbers, and poisoned buffers for tests. Knows nothing of what the numbers stand for."""
+"""How memory is laid out and handed out: buffers, matrix panels, page and slot numbers. Knows nothing of their use."""
 
 from __future__ import annotations
 
@@ -44,6 +44,20 @@ class Allocator:
                 f"{self.what} {np.asarray(places).tolist()} were given back, but some of them are free already"
             )
         self._free[places] = True
+
+
+PANEL = 64  # output rows of a panel
+_PANEL_WEIGHTS = 125_000  # of one panel at most: eight rows through it stay within BLAS's path for small products
+
+
+def panels(rows: int, width: int) -> int:
+    """How many panels a matrix [rows, width] is kept in on the CPU; 0 where it stays in one piece.
+
+    A panel is PANEL rows, column-major and on its own in memory; the matrix is their stack [panels, PANEL, width].
+    Panels are read in one stream and are small enough for BLAS to multiply without packing them first, which at 2 to
+    16 input rows more than halves the time (ops/linear.py; measurements in docs/performance-notes.md). Convolution taps, narrower
+    than a panel, stay in one piece."""
+    return rows // PANEL if rows % PANEL == 0 and PANEL <= width <= _PANEL_WEIGHTS // PANEL else 0
 
 
 def buffer(shape: tuple[int, ...], dtype: np.typing.DTypeLike = np.float32, poison: bool = False) -> np.ndarray:

@@ -1,7 +1,8 @@
 """Assembles a model's arrays from its checkpoint by a loading plan. Knows names, shapes and number formats, no maths.
 
 Every array becomes float32, exactly. Matrices lie column-major (logical shape [out, in]; a stack of matrices has each
-of them so), because `x @ w.T` then takes BLAS's quick path.
+of them so), because `x @ w.T` then takes BLAS's quick path; where memory.panels says so, a matrix is cut into a stack
+of panels [out / 64, 64, in], each column-major.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 
 from boleinfer.checkpoint import Checkpoint, Stored, WeightsError
 from boleinfer.config import ModelConfig
+from boleinfer.memory import PANEL, panels
 from boleinfer.plans import Part, Shapes, Target
 
 __all__ = ["WeightsError", "load", "match"]
@@ -192,6 +194,9 @@ def _some(items: list[str], most: int) -> str:
 
 def _assemble(target: Target, checkpoint: Checkpoint, names: Mapping[str, str]) -> np.ndarray:
     *lead, rows, width = (1, 1, *target.shape)[-max(2, len(target.shape)) :]
+    in_panels = len(target.shape) == 2 and panels(rows, width)
+    if in_panels:
+        lead, rows = [in_panels], PANEL
     out = np.empty((math.prod(lead), width, rows), np.float32)  # [matrices, width, rows]: each matrix column-major
     at = 0
     for part in target.parts:
@@ -201,7 +206,8 @@ def _assemble(target: Target, checkpoint: Checkpoint, names: Mapping[str, str]) 
             n = min(rows - row, len(block))
             _widen(block[:n], out[matrix, :, row : row + n])
             block, at = block[n:], at + n
-    return out.swapaxes(1, 2).reshape(target.shape) if len(target.shape) < 3 else out.swapaxes(1, 2)
+    stack = out.swapaxes(1, 2)  # [matrices or panels, rows, width]
+    return stack if in_panels or len(target.shape) > 2 else stack.reshape(target.shape)
 
 
 def _rows(part: Part, width: int, checkpoint: Checkpoint, names: Mapping[str, str]) -> np.ndarray:

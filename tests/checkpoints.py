@@ -12,6 +12,7 @@ import numpy as np
 from boleinfer import models, weights
 from boleinfer.checkpoint import Stored
 from boleinfer.config import ModelConfig, read_config
+from boleinfer.memory import panels
 from tests.published import PUBLISHED, stored
 
 RAW = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "F8_E4M3": np.uint8, "F64": np.float64, "I32": np.int32}
@@ -97,8 +98,22 @@ def write_model(folder: Path, raw: Mapping[str, Any], tensors: Tensors, shards: 
 
 
 def load(folder: Path, **options: Any) -> dict[str, np.ndarray]:
+    """The arrays as weights.load gives them, matrices in one piece again; arrays that are one object stay so."""
     config = read_config(folder)
-    return weights.load(folder, config, models.family(config.model_type).plan, **options)
+    arrays = weights.load(folder, config, models.family(config.model_type).plan, **options)
+    joined = {id(a): joined_panels(name, a) for name, a in arrays.items()}
+    return {name: joined[id(a)] for name, a in arrays.items()}
+
+
+def joined_panels(name: str, array: np.ndarray) -> np.ndarray:
+    """[panels, n, width] -> [panels * n, width]; anything else as it is. Checks the memory order of every matrix."""
+    if array.ndim >= 2:
+        assert array.swapaxes(-1, -2).flags.c_contiguous, f"{name} is not column-major"
+    if array.ndim < 3 or ".experts." in name:
+        assert array.ndim != 2 or not panels(*array.shape), f"{name} {array.shape} is not cut into panels"
+        return array
+    assert array.shape[0] == panels(array.shape[0] * array.shape[1], array.shape[2])
+    return array.reshape(-1, array.shape[2])
 
 
 def make_model(folder, family="qwen3_5", ratio=2, seed=0, shards=1, changed=None, **kind):

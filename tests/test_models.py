@@ -105,7 +105,7 @@ def test_mtp_equals_hf(oracle, family):
     batch = run.state.batch(Forest.of([Tree.chain(ids[1:])], [0]), [run.place])
     y = model.mtp(np.asarray(ids[1:], np.int32), hidden[:-1], batch, run.state)
     np.testing.assert_allclose(model.logits(y), hf.mtp_logits(ids), atol=CLOSE, rtol=0)
-    np.testing.assert_allclose(model.logits(y, 100), model.logits(y)[:, :100], atol=1e-5)
+    np.testing.assert_allclose(model.logits(y, 128), model.logits(y)[:, :128], atol=1e-5)
 
 
 def chain_of_mtp(model, run, ids, hidden, drafts):

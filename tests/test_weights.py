@@ -37,8 +37,6 @@ def test_f02_every_row_is_where_hf_has_it(tmp_path, family, ratio, dtype, fused,
     for name, array in arrays.items():
         assert array.dtype == np.float32
         assert same_bits(array, wanted[name]), name
-        if array.ndim >= 2:
-            assert array.swapaxes(-1, -2).flags.c_contiguous, f"{name} is not column-major"
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 3])

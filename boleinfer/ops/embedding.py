@@ -8,22 +8,28 @@ from boleinfer.ops import Case
 
 
 def embedding(ids: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """The rows of `table` at `ids`, copied: ids int32 [R], table [vocab, D] -> [R, D].
+    """The rows of `table` at `ids`, copied: ids int32 [R], table [vocab, D] or its panels [vocab/n, n, D] -> [R, D].
 
     Raises ValueError naming the first id outside 0 .. vocab-1 (NumPy alone would count a negative one from the end).
     """
-    bad = (ids < 0) | (ids >= len(table))
+    vocab = len(table) if table.ndim == 2 else len(table) * table.shape[1]
+    bad = (ids < 0) | (ids >= vocab)
     if bad.any():
-        raise ValueError(f"token id {ids[bad][0]} at row {np.flatnonzero(bad)[0]} is outside 0 .. {len(table) - 1}")
-    return table[ids]
+        raise ValueError(f"token id {ids[bad][0]} at row {np.flatnonzero(bad)[0]} is outside 0 .. {vocab - 1}")
+    return table[ids] if table.ndim == 2 else table[np.divmod(ids, table.shape[1])]
 
 
-def _case(R: int, vocab: int, D: int) -> Case:
+def _case(R: int, shape: tuple[int, ...]) -> Case:
+    vocab = int(np.prod(shape[:-1]))
     return Case(
-        f"R={R} vocab={vocab} D={D}",
-        lambda rng: {"ids": rng.integers(0, vocab, R, np.int32), "table": rng.standard_normal((vocab, D))},
+        f"R={R} table={shape}",
+        lambda rng: {"ids": rng.integers(0, vocab, R, np.int32), "table": rng.standard_normal(shape)},
         bound=0.0,
     )
 
 
-CASES = {"embedding": [_case(R, n, D) for R, n, D in [(1, 1, 1), (3, 63, 65), (65, 7, 63), (16, 8192, 384)]]}
+CASES = {
+    "embedding": [
+        _case(R, shape) for R, shape in [(1, (1, 1)), (3, (63, 65)), (65, (7, 63)), (16, (8192, 384)), (9, (5, 32, 7))]
+    ]
+}

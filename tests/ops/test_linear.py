@@ -74,3 +74,15 @@ def test_activations_keep_their_limits(dtype):
     np.testing.assert_allclose(y[-4:], x[-4:])
     assert np.isfinite(y[:-1]).all() and abs(y[0]) == 0 and y[4] == 0
     np.testing.assert_allclose(s[4], 1 / (1 + math.e), rtol=1e-6)
+
+
+@pytest.mark.parametrize("K", [64, 320, 1536])
+def test_a_row_of_panels_does_not_depend_on_its_company(K):
+    """The very bits of a row are those it has alone: a tree's nodes and plain decoding cannot differ here."""
+    rng = np.random.default_rng(K)
+    x = rng.standard_normal((67, K), np.float32)
+    w = rng.standard_normal((5, K, 64), np.float32).swapaxes(1, 2)
+    together = linear(x, w)
+    for rows in (1, 2, 3, 4, 5, 8, 9, 16, 40, 66):
+        np.testing.assert_array_equal(linear(x[:rows], w), together[:rows])
+    np.testing.assert_array_equal(linear(x[13:14], w), together[13:14])
