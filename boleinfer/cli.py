@@ -139,6 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character gets "?" instead of a crash
     args = build_parser().parse_args(argv)
+    if getattr(args, "model", None) is None:  # before NumPy is imported; see docs/performance-notes.md
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         status = args.run(args)
         sys.stdout.flush()

@@ -216,6 +216,18 @@ def test_no_prompt_at_a_terminal(fake, stdin, capsys):
     assert "no prompt" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "before", "after"),
+    [([], None, "1"), ([], "3", "3"), (["-m", "elsewhere"], None, None)],
+)
+def test_one_blas_thread_for_the_bundled_model(fake, monkeypatch, flags, before, after):
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", before or "")
+    if before is None:
+        monkeypatch.delenv("OPENBLAS_NUM_THREADS")
+    assert cli.main(["generate", "-q", *flags, PROMPT]) == 0
+    assert os.environ.get("OPENBLAS_NUM_THREADS") == after
+
+
 def test_cuda_is_refused_plainly(capsys):
     assert cli.main(["generate", "--device", "cuda", "x"]) == 2
     assert "only the CPU backend" in capsys.readouterr().err
