@@ -142,7 +142,7 @@ class LLM:
         max_rows: int = 512,
         page_size: int = 16,
         ring: int = 32,
-        draft_nodes: int = 16,
+        draft_nodes: int = 8,
         draft_depth: int = 8,
         poison: bool = False,
         progress: Callable[[int, int], None] | None = None,
@@ -165,7 +165,7 @@ class LLM:
         self.model: Decoder = family.build(self.config, loaded)
         self.tokenizer = Tokenizer.from_folder(folder)
         self.default_params = SamplingParams.from_dict(self.tokenizer.generation_defaults)
-        limits = Limits(nodes=draft_nodes, depth=draft_depth, min_prob=0.05)
+        limits = Limits(nodes=draft_nodes, depth=draft_depth, min_prob=0.1)
         scratch = 1 + max(draft_nodes, 2 * draft_depth)
         pages = max_batch * -(-(self.max_model_len + scratch) // page_size)
         self._state = State(self.config, max_batch, pages, page_size, ring, mtp=self.model.has_mtp, poison=poison)

@@ -24,5 +24,5 @@ def make_drafter(name: str, model: Decoder, state: State) -> Drafter:
     if name == "mtp":
         return MTPDrafter(model, state)
     if name == "auto":
-        return GraftedDrafter([NgramDrafter(), MTPDrafter(model, state)]) if model.has_mtp else NgramDrafter()
+        return GraftedDrafter(NgramDrafter(), MTPDrafter(model, state)) if model.has_mtp else NgramDrafter()
     raise ValueError(f"draft={name!r}: use one of {', '.join(NAMES)}")

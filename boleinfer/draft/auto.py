@@ -1,4 +1,4 @@
-"""The default: the n-gram tree, and the MTP layer's grafted on it where the checkpoint has one."""
+"""The default: the n-gram tree, and the MTP layer's grafted on it where looking up is not sure enough."""
 
 from __future__ import annotations
 
@@ -10,21 +10,28 @@ from boleinfer.request import Request
 
 
 class GraftedDrafter:
-    """Several drafters' trees in one, shared prefixes joined, the likeliest nodes kept."""
+    """Two drafters' trees in one, shared prefixes joined, the likeliest nodes kept.
 
-    def __init__(self, drafters: Sequence[Drafter]):
-        self._drafters = tuple(drafters)
+    cheap:  always asked
+    costly: asked only where the cheap one's likeliest first token is less likely than `sure`
+    """
+
+    def __init__(self, cheap: Drafter, costly: Drafter, sure: float = 0.5):
+        self._cheap, self._costly, self._sure = cheap, costly, sure
 
     def propose(self, requests: Sequence[Request], limits: Sequence[Limits]) -> list[Tree]:
-        first, *others = [d.propose(requests, limits) for d in self._drafters]
-        for trees in others:
-            first = [a.graft(b) for a, b in zip(first, trees)]
-        return [lim.trim(tree) for tree, lim in zip(first, limits)]
+        trees = self._cheap.propose(requests, limits)
+        unsure = [i for i, tree in enumerate(trees) if tree.prob.max(initial=0.0) < self._sure]
+        if unsure:
+            more = self._costly.propose([requests[i] for i in unsure], [limits[i] for i in unsure])
+            for i, tree in zip(unsure, more):
+                trees[i] = limits[i].trim(trees[i].graft(tree))
+        return trees
 
     def observe(self, news: Sequence[Committed]) -> None:
-        for d in self._drafters:
-            d.observe(news)
+        self._cheap.observe(news)
+        self._costly.observe(news)
 
     def forget(self, request: Request) -> None:
-        for d in self._drafters:
-            d.forget(request)
+        self._cheap.forget(request)
+        self._costly.forget(request)

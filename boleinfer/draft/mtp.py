@@ -1,8 +1,8 @@
 """Drafts with the checkpoint's own MTP layer, run recursively as a best-first top-k tree.
 
 The layer pairs the target's hidden row of position p with token p+1 and predicts token p+2. It keeps a KV cache of its
-own, filled with true hidden rows after every commit; while drafting, a row's own output stands in for the hidden row
-that is not known yet, and its keys and values lie in scratch places behind the committed ones.
+own, filled with true hidden rows up to the last committed token before it drafts; while drafting, a row's own output
+stands in for the hidden row that is not known yet, and its keys and values lie in scratch places behind the others.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from boleinfer.draft.base import Committed, Limits
 from boleinfer.forest import Forest, Tree
 from boleinfer.request import Request
 from boleinfer.state import State
+
+
+WAITING_ROWS = 512  # committed rows of a request that may wait for the next proposal
 
 
 class _Growing:
@@ -53,38 +56,44 @@ class _Growing:
 class MTPDrafter:
     """Top-k tree of the MTP layer.
 
-    top_k: children of a node; width: nodes of a level that are expanded; vocab: ids the draft head looks at (a prefix)
+    top_k: children of a node; width: nodes of a level that are expanded; depth: levels, whatever the limits allow
+    vocab: ids the draft head looks at, a prefix of the vocabulary (None: all)
     """
 
-    def __init__(self, model: Decoder, state: State, top_k: int = 3, width: int = 2, vocab: int | None = None):
+    def __init__(
+        self,
+        model: Decoder,
+        state: State,
+        top_k: int = 2,
+        width: int = 1,
+        depth: int = 4,
+        vocab: int | None = None,
+    ):
         if not model.has_mtp or state.mtp is None:
             raise ValueError("draft 'mtp' needs a checkpoint with an MTP layer (mtp.* tensors); this one has none")
         self._model, self._state = model, state
-        self._top_k, self._width, self._vocab = top_k, width, vocab
-        self._last: dict[Request, np.ndarray] = {}  # y of the last committed position
+        self._top_k, self._width, self._depth, self._vocab = top_k, width, depth, vocab
+        self._waiting: dict[Request, list[Committed]] = {}  # committed, but not yet in the layer's KV
+        self._last: dict[Request, np.ndarray] = {}  # y of the last position in the layer's KV
 
     def scratch_rows(self, limits: Limits) -> int:
         """Places behind the committed ones that a proposal may write."""
         return self._width * max(limits.depth - 1, 0)
 
     def observe(self, news: Sequence[Committed]) -> None:
-        """Runs the layer over the committed positions with the target's hidden rows: its KV stays true to the text."""
-        if not news:
-            return
-        tokens = [n.request.tokens[n.start + 1 : n.start + 1 + len(n.hidden)] for n in news]
-        forest = Forest.of([Tree.chain(t) for t in tokens], [n.start for n in news])
-        batch = self._state.batch(forest, [n.request.home for n in news])
-        y = self._model.mtp(forest.token, np.concatenate([n.hidden for n in news]), batch, self._state)
-        for n, end in zip(news, forest.start[1:]):
-            self._last[n.request] = y[end - 1]
+        for n in news:
+            self._waiting.setdefault(n.request, []).append(n)
+        self._catch_up([n.request for n in news if self._rows_waiting(n.request) >= WAITING_ROWS])
 
     def forget(self, request: Request) -> None:
+        self._waiting.pop(request, None)
         self._last.pop(request, None)
 
     def propose(self, requests: Sequence[Request], limits: Sequence[Limits]) -> list[Tree]:
+        self._catch_up(requests)
         growing = [_Growing(self._last[r]) for r in requests]
         self._add_children([(g, -1) for g, lim in zip(growing, limits) if lim.depth > 0 and lim.nodes > 0])
-        for level in range(1, max((lim.depth for lim in limits), default=0)):
+        for level in range(1, min(self._depth, max((lim.depth for lim in limits), default=0))):
             chosen = [
                 g.expand(self._width, lim.min_prob) if level < lim.depth else [] for g, lim in zip(growing, limits)
             ]
@@ -93,6 +102,24 @@ class MTPDrafter:
             self._run(requests, growing, chosen)
             self._add_children([(g, n) for g, nodes in zip(growing, chosen) for n in nodes])
         return [lim.trim(Tree.of(g.token, g.parent, g.prob)) for g, lim in zip(growing, limits)]
+
+    def _rows_waiting(self, request: Request) -> int:
+        return sum(len(n.hidden) for n in self._waiting.get(request, ()))
+
+    def _catch_up(self, requests: Sequence[Request]) -> None:
+        """Runs the layer over the waiting positions with the target's hidden rows: its KV is true to the text again."""
+        late = [r for r in requests if r in self._waiting]
+        if not late:
+            return
+        news = [self._waiting.pop(r) for r in late]
+        starts = [n[0].start for n in news]
+        hidden = [np.concatenate([part.hidden for part in n]) for n in news]
+        chains = [Tree.chain(r.tokens[s + 1 : s + 1 + len(h)]) for r, s, h in zip(late, starts, hidden)]
+        forest = Forest.of(chains, starts)
+        batch = self._state.batch(forest, [r.home for r in late])
+        y = self._model.mtp(forest.token, np.concatenate(hidden), batch, self._state)
+        for request, end in zip(late, forest.start[1:]):
+            self._last[request] = y[end - 1]
 
     def _run(self, requests: Sequence[Request], growing: list[_Growing], chosen: list[list[int]]) -> None:
         """The MTP layer over the chosen candidates of all requests."""
