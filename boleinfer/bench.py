@@ -27,16 +27,16 @@ SEED = 20
 
 def bench_cpu(args: argparse.Namespace) -> int:
     """Exit status of the command: 1 when a drafter changed a token. Writes the result file of a full run."""
-    output = _output_file(args)
+    output, origin = _output_file(args), provenance()  # of the sources that are about to run
     held_out = json.loads((BUNDLED / "heldout_prompts.json").read_text(encoding="utf-8"))
     prompts = [entry["text"] for entry in held_out[: args.prompts]]
     llm = LLM(args.model)
     names = [name for name in NAMES if name != "mtp" or llm.model.has_mtp]
     modes = {
-        "greedy": SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=True),
         "sampled": SamplingParams(
             temperature=0.6, top_k=20, top_p=0.95, seed=SEED, max_tokens=args.max_tokens, ignore_eos=True
         ),
+        "greedy": SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=True),
     }
     matrices = list(decode_matrices(llm))
     results = {mode: {name: Runs() for name in names} for mode in modes}
@@ -50,7 +50,7 @@ def bench_cpu(args: argparse.Namespace) -> int:
                 floor_s.append(matvec_s(matrices))
     record = {
         "what": "batch 1, held-out Python prompts; medians over the repeats, summed over the prompts",
-        **provenance(),
+        **origin,
         "model": args.model or BUNDLED.name,
         "prompts": len(prompts),
         "tokens_a_prompt": args.max_tokens,
