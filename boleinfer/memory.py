@@ -55,8 +55,8 @@ def panels(rows: int, width: int) -> int:
 
     A panel is PANEL rows, column-major and on its own in memory; the matrix is their stack [panels, PANEL, width].
     Panels are read in one stream and are small enough for BLAS to multiply without packing them first, which at 2 to
-    16 input rows more than halves the time (ops/linear.py; measurements in docs/performance-notes.md). Convolution taps, narrower
-    than a panel, stay in one piece."""
+    16 input rows more than halves the time (measured in ops/linear.py). Convolution taps, narrower than a panel, stay
+    in one piece."""
     return rows // PANEL if rows % PANEL == 0 and PANEL <= width <= _PANEL_WEIGHTS // PANEL else 0
 
 

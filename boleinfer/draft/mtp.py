@@ -17,7 +17,6 @@ from boleinfer.forest import Forest, Tree
 from boleinfer.request import Request
 from boleinfer.state import State
 
-
 WAITING_ROWS = 512  # committed rows of a request that may wait for the next proposal
 
 
