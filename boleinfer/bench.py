@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
@@ -33,9 +34,7 @@ def bench_cpu(args: argparse.Namespace) -> int:
     llm = LLM(args.model)
     names = [name for name in NAMES if name != "mtp" or llm.model.has_mtp]
     modes = {
-        "sampled": SamplingParams(
-            temperature=0.6, top_k=20, top_p=0.95, seed=SEED, max_tokens=args.max_tokens, ignore_eos=True
-        ),
+        "sampled": replace(llm.default_params, seed=SEED, max_tokens=args.max_tokens, ignore_eos=True),
         "greedy": SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=True),
     }
     matrices = list(decode_matrices(llm))
@@ -55,6 +54,7 @@ def bench_cpu(args: argparse.Namespace) -> int:
         "prompts": len(prompts),
         "tokens_a_prompt": args.max_tokens,
         "repeats": args.repeats,
+        "sampled": {name: getattr(llm.default_params, name) for name in ("temperature", "top_p", "repetition_penalty")},
         "matvec_ms": 1e3 * median(floor_s),
         "matvec_bytes": sum(w.nbytes for w, _ in matrices),
         "modes": {mode: summary(runs, median(floor_s)) for mode, runs in results.items()},
