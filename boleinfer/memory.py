@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 
@@ -61,5 +63,11 @@ def panels(rows: int, width: int) -> int:
 
 
 def buffer(shape: tuple[int, ...], dtype: np.typing.DTypeLike = np.float32, poison: bool = False) -> np.ndarray:
-    """An array that promises nothing about its contents: untouched memory, or NaN everywhere when poisoned."""
-    return np.full(shape, np.nan, dtype) if poison else np.empty(shape, dtype)
+    """An array on a cache line that promises nothing about its contents: untouched memory, or NaN when poisoned."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    array = memory[start : start + size].view(dtype).reshape(shape)
+    if poison:
+        array[...] = np.nan
+    return array

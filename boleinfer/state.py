@@ -103,19 +103,28 @@ class State:
         self.pages = Allocator("KV pages", pages)
         self.ring_length = np.zeros(slots, np.int32)  # one for all layers: they commit the same rows
 
+        def of_layers(n: int, *shape: int) -> np.ndarray:
+            """One piece of memory for n layers (large pages of the system then serve small layers too)."""
+            return buffer((n, *shape), dtype, poison)
+
+        gdn_layers = c.layer_types.count("linear_attention")
+        attention_layers = len(c.layer_types) - gdn_layers + mtp
+        page_shape = (page_size, c.num_key_value_heads, c.head_dim)
+        recurrent = zip(
+            of_layers(gdn_layers, slots, c.linear_conv_kernel_dim - 1, 2 * Hk * K + Hv * V),
+            of_layers(gdn_layers, slots, Hv, K, V),
+            of_layers(gdn_layers, slots, ring, Hk, K),
+            of_layers(gdn_layers, slots, ring, Hv, V),
+            of_layers(gdn_layers, slots, ring, Hv),
+        )
+        paged = zip(*(of_layers(attention_layers, pages, *page_shape) for _ in ("k", "v")))
+
         def kv_layer() -> KVLayer:
-            shape = (pages, page_size, c.num_key_value_heads, c.head_dim)
-            return KVLayer(buffer(shape, dtype, poison), buffer(shape, dtype, poison))
+            return KVLayer(*next(paged))
 
         def gdn_layer() -> GDNLayer:
-            factors = gdn.Ring(
-                k=buffer((slots, ring, Hk, K), dtype, poison),
-                u=buffer((slots, ring, Hv, V), dtype, poison),
-                g=buffer((slots, ring, Hv), dtype, poison),
-                length=self.ring_length,
-            )
-            window = buffer((slots, c.linear_conv_kernel_dim - 1, 2 * Hk * K + Hv * V), dtype, poison)
-            return GDNLayer(window, buffer((slots, Hv, K, V), dtype, poison), factors)
+            window, S, k, u, g = next(recurrent)
+            return GDNLayer(window, S, gdn.Ring(k, u, g, self.ring_length))
 
         self.layers = [gdn_layer() if kind == "linear_attention" else kv_layer() for kind in c.layer_types]
         self.mtp = kv_layer() if mtp else None

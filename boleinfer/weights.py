@@ -16,12 +16,13 @@ import numpy as np
 
 from boleinfer.checkpoint import Checkpoint, Stored, WeightsError
 from boleinfer.config import ModelConfig
-from boleinfer.memory import PANEL, panels
+from boleinfer.memory import PANEL, buffer, panels
 from boleinfer.plans import Part, Shapes, Target
 
 __all__ = ["WeightsError", "load", "match"]
 
 Plan = Callable[[ModelConfig, Shapes], list[Target]]
+LINE = 16  # numbers of a cache line; every array starts on one
 BLOCK = 128  # FP8 weights have one scale per BLOCK x BLOCK weights
 _WRAPPERS = ("model.", "language_model.")
 _NOT_TEXT = ("visual.", "vision_tower.")
@@ -55,11 +56,13 @@ def load(
     checkpoint = Checkpoint(folder)
     targets, names = match(config, plan, checkpoint.tensors, mtp)
     total = sum(4 * math.prod(target.shape) for target in targets)
+    sizes = [-(-math.prod(target.shape) // LINE) * LINE for target in targets]
+    memory = buffer((sum(sizes),))  # in one piece, so that the system may back it with large pages
     arrays: dict[str, np.ndarray] = {}
-    done = 0
-    for target in targets:
-        arrays[target.name] = _assemble(target, checkpoint, names)
-        done += arrays[target.name].nbytes
+    at = done = 0
+    for target, size in zip(targets, sizes):
+        arrays[target.name] = _assemble(target, checkpoint, names, memory[at : at + size])
+        at, done = at + size, done + arrays[target.name].nbytes
         if progress is not None:
             progress(done, total)
     _tie(arrays, config)
@@ -192,12 +195,14 @@ def _some(items: list[str], most: int) -> str:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _assemble(target: Target, checkpoint: Checkpoint, names: Mapping[str, str]) -> np.ndarray:
+def _assemble(target: Target, checkpoint: Checkpoint, names: Mapping[str, str], memory: np.ndarray) -> np.ndarray:
+    """The target's array, written into `memory`, which is at least as large."""
     *lead, rows, width = (1, 1, *target.shape)[-max(2, len(target.shape)) :]
     in_panels = len(target.shape) == 2 and panels(rows, width)
     if in_panels:
         lead, rows = [in_panels], PANEL
-    out = np.empty((math.prod(lead), width, rows), np.float32)  # [matrices, width, rows]: each matrix column-major
+    shape = (math.prod(lead), width, rows)  # [matrices, width, rows]: each matrix column-major
+    out = memory[: math.prod(shape)].reshape(shape)
     at = 0
     for part in target.parts:
         block = _rows(part, width, checkpoint, names)  # [n, width]
