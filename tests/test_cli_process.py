@@ -33,7 +33,8 @@ def test_main_job():
 @pytest.mark.parametrize("drafter", ["auto", "ngram", "mtp"])
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_drafts_never_change_the_text(drafter, temperature):
-    flags = ["-n", 40, "-s", 5, "-t", temperature, "--json", "-q", PROMPT]
+    prompt = "".join(f"    self.{name} = {name}\n" for name in ("left", "right", "top"))  # something to look up
+    flags = ["-n", 40, "-s", 5, "-t", temperature, "--json", "-q", prompt]
     plain, drafted = (json.loads(boleinfer("generate", *flags, "--draft", d).stdout) for d in ("none", drafter))
     assert plain["token_ids"] == drafted["token_ids"] and plain["text"] == drafted["text"]
     assert plain["stats"]["drafted"] == 0 and drafted["stats"]["drafted"] > 0
