@@ -119,7 +119,9 @@ def build_parser() -> argparse.ArgumentParser:
     kernels.set_defaults(run=_run_kernels)
 
     bench = command("bench", "measure speed on this machine", _BENCH)
-    bench.add_argument("what", choices=["cpu"], help="cpu: plain decoding, every drafter and the matrix-vector floor")
+    bench.add_argument(
+        "what", choices=["cpu"], help="cpu: plain decoding, every drafter, and the weights' products alone"
+    )
     bench.add_argument("-m", "--model", metavar="MODEL", help="folder or hub id (default: the bundled model)")
     bench.add_argument(
         "-n", "--max-tokens", type=count, default=128, metavar="N", help="tokens a prompt (default: 128)"

@@ -51,13 +51,20 @@ def load(
     A tied model's lm_head is the same object as embed_tokens, unless a different lm_head is stored: the stored one is
     then used, with a warning (as Hugging Face does).
     progress(done, total) is called with bytes of float32 after each array.
-    Raises WeightsError with everything that is missing, unexpected, misshaped or of an unsupported kind.
+    Raises WeightsError with everything that is missing, unexpected, misshaped or of an unsupported kind, or when they
+    do not fit in memory.
     """
     checkpoint = Checkpoint(folder)
     targets, names = match(config, plan, checkpoint.tensors, mtp)
     total = sum(4 * math.prod(target.shape) for target in targets)
     sizes = [-(-math.prod(target.shape) // LINE) * LINE for target in targets]
-    memory = buffer((sum(sizes),))  # in one piece, so that the system may back it with large pages
+    try:
+        memory = buffer((sum(sizes),))  # in one piece, so that the system may back it with large pages
+    except MemoryError:
+        raise WeightsError(
+            f"the weights take {total / 2**30:.1f} GiB of memory as float32, more than this machine can give; "
+            "use a smaller model"
+        ) from None
     arrays: dict[str, np.ndarray] = {}
     at = done = 0
     for target, size in zip(targets, sizes):

@@ -55,7 +55,7 @@ def test_a_quick_look_writes_nothing(monkeypatch, tmp_path):
     assert bench._output_file(args) == tmp_path / "benchmarks" / "results" / "cpu.json"
 
 
-def test_the_floor_multiplies_every_decoding_weight_once():
+def test_every_decoding_weight_is_multiplied_once():
     llm = LLM()
     matrices = list(bench.decode_matrices(llm))
     assert all(x.shape == (1, w.shape[-1]) and x.dtype == np.float32 for w, x in matrices)

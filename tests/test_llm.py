@@ -199,3 +199,18 @@ def test_chat_is_the_template_then_generate(llm):
     want = llm.generate([ids], GREEDY)[0]
     assert llm.chat(messages, GREEDY).token_ids == want.token_ids
     assert "".join(c.text for c in llm.chat_stream(messages, GREEDY)) == want.text
+
+
+def test_f50_what_does_not_fit_in_memory_is_said_before_it_is_used(folder, monkeypatch):
+    from boleinfer import state, weights
+
+    def full(*args, **kwargs):
+        raise MemoryError
+
+    with monkeypatch.context() as m:
+        m.setattr(weights, "buffer", full)
+        with pytest.raises(weights.WeightsError, match=r"take 0\.0 GiB of memory as float32, more than this machine"):
+            LLM(folder)
+    monkeypatch.setattr(state, "buffer", full)
+    with pytest.raises(ValueError, match="max_batch=3 requests of max_model_len=99 tokens need more memory"):
+        LLM(folder, max_batch=3, max_model_len=99)
