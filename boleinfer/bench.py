@@ -183,8 +183,8 @@ def markdown(record: dict[str, Any]) -> str:
     lines = [
         f"{record['model']} on {record['cpu']}, {record['cores']} cores, {record['date'][:10]}: "
         f"{record['prompts']} held-out prompts, {record['tokens_a_prompt']} tokens each, one request at a time. One "
-        f"row through all weights and nothing else: {record['matvec_ms']:.2f} ms with NumPy's own matrix-vector products, "
-        f"{record['linear_ms']:.2f} ms with ours.",
+        f"row through all weights and nothing else: {record['matvec_ms']:.2f} ms with NumPy's own matrix-vector "
+        f"products, {record['linear_ms']:.2f} ms with ours.",
         "",
         "| decoding | drafter | tokens/s | against plain | tokens a step | speed against NumPy's products alone |",
         "| --- | --- | --- | --- | --- | --- |",

@@ -172,8 +172,8 @@ class LLM:
             self._state = State(self.config, max_batch, pages, page_size, ring, mtp=self.model.has_mtp, poison=poison)
         except MemoryError:
             raise ConfigError(
-                f"max_batch={max_batch} requests of max_model_len={self.max_model_len} tokens need more memory than this "
-                "machine can give; lower either (`boleinfer info` prints what a request and a token take)"
+                f"max_batch={max_batch} requests of max_model_len={self.max_model_len} tokens need more memory than "
+                "this machine can give; lower either (`boleinfer info` prints what a request and a token take)"
             ) from None
         drafter = make_drafter(draft, self.model, self._state) if isinstance(draft, str) else draft
         scheduler = Scheduler(self._state, max_batch, max_rows, max_rows, limits, scratch)
