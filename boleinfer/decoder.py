@@ -54,12 +54,9 @@ class Decoder:
             pending.append(factors)
         return rms_norm(x, self.weights["norm"], c.rms_norm_eps), pending
 
-    def logits(self, hidden: np.ndarray, vocab: int | None = None) -> np.ndarray:
-        """Hidden rows [n, D] times the head: [n, vocab]; only the first `vocab` ids when given (a multiple of 64)."""
-        head = self.weights["lm_head"]  # [vocab, D], or panels of it [vocab/64, 64, D]
-        if vocab is not None:
-            head = head[:vocab] if head.ndim == 2 else head[: vocab // head.shape[1]]
-        return linear(hidden, head)
+    def logits(self, hidden: np.ndarray) -> np.ndarray:
+        """Hidden rows [n, D] times the head: [n, vocab]."""
+        return linear(hidden, self.weights["lm_head"])
 
     def mtp(
         self, token: np.ndarray, hidden: np.ndarray, batch: Batch, state: State, rows: np.ndarray | None = None

@@ -207,9 +207,9 @@ def test_f36_broken_logits_end_one_request_only(dense):
         def __getattr__(self, name):
             return getattr(dense, name)
 
-        def logits(self, hidden, vocab=None):
+        def logits(self, hidden):
             self.calls += 1
-            out = logits(hidden, vocab)
+            out = logits(hidden)
             if self.calls == 2:
                 out[0] = np.nan
             return out

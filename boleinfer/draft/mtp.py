@@ -41,10 +41,10 @@ class _Growing:
             self.parent.append(parent)
             self.prob.append(at * prob)
 
-    def expand(self, width: int, min_prob: float) -> list[int]:
+    def expand(self, width: int, worth: float) -> list[int]:
         """The likeliest candidates of the deepest level, now nodes of the MTP layer's tree."""
         best = sorted(self.frontier, key=lambda n: -self.prob[n])[:width]
-        chosen = [n for n in best if self.prob[n] >= min_prob]
+        chosen = [n for n in best if self.prob[n] >= worth]
         self.frontier = []
         for n in chosen:
             self.run[n] = len(self.run_parent)
@@ -55,8 +55,9 @@ class _Growing:
 class MTPDrafter:
     """Top-k tree of the MTP layer.
 
-    top_k: children of a node; width: nodes of a level that are expanded; depth: levels, whatever the limits allow
-    vocab: ids the draft head looks at, a prefix of the vocabulary (None: all)
+    top_k:  children of a node
+    width:  nodes of a level that are expanded, and `worth`, the likelihood from which one is
+    depth:  levels, whatever the limits allow
     """
 
     def __init__(
@@ -65,13 +66,13 @@ class MTPDrafter:
         state: State,
         top_k: int = 2,
         width: int = 1,
-        depth: int = 4,
-        vocab: int | None = None,
+        depth: int = 6,
+        worth: float = 0.5,
     ):
         if not model.has_mtp or state.mtp is None:
             raise ValueError("draft 'mtp' needs a checkpoint with an MTP layer (mtp.* tensors); this one has none")
         self._model, self._state = model, state
-        self._top_k, self._width, self._depth, self._vocab = top_k, width, depth, vocab
+        self._top_k, self._width, self._depth, self._worth = top_k, width, depth, worth
         self._waiting: dict[Request, list[Committed]] = {}  # committed, but not yet in the layer's KV
         self._last: dict[Request, np.ndarray] = {}  # y of the last position in the layer's KV
 
@@ -94,7 +95,7 @@ class MTPDrafter:
         self._add_children([(g, -1) for g, lim in zip(growing, limits) if lim.depth > 0 and lim.nodes > 0])
         for level in range(1, min(self._depth, max((lim.depth for lim in limits), default=0))):
             chosen = [
-                g.expand(self._width, lim.min_prob) if level < lim.depth else [] for g, lim in zip(growing, limits)
+                g.expand(self._width, self._worth) if level < lim.depth else [] for g, lim in zip(growing, limits)
             ]
             if not any(chosen):
                 break
@@ -136,7 +137,7 @@ class MTPDrafter:
         """One look of the draft head at each parent's output, and its top-k tokens as children."""
         if not parents:
             return
-        logits = self._model.logits(np.stack([g.y[n] for g, n in parents]), self._vocab)  # [n, vocab]
+        logits = self._model.logits(np.stack([g.y[n] for g, n in parents]))  # [n, vocab]
         top = np.argpartition(logits, -self._top_k, axis=1)[:, -self._top_k :]
         peak = logits.max(axis=1, keepdims=True)
         total = np.exp(logits - peak).sum(axis=1, keepdims=True)
