@@ -166,7 +166,7 @@ class LLM:
         self.tokenizer = Tokenizer.from_folder(folder)
         self.default_params = SamplingParams.from_dict(self.tokenizer.generation_defaults)
         limits = Limits(nodes=draft_nodes, depth=draft_depth, min_prob=0.1)
-        scratch = 1 + max(draft_nodes, 2 * draft_depth)
+        scratch = 1 + draft_nodes
         pages = max_batch * -(-(self.max_model_len + scratch) // page_size)
         try:
             self._state = State(self.config, max_batch, pages, page_size, ring, mtp=self.model.has_mtp, poison=poison)

@@ -48,7 +48,7 @@ def grow(known: Sequence[int], draft: Tree) -> Tree:
 
 def share(trees: Sequence[Tree], rows: int) -> list[Tree]:
     """The likeliest `rows` nodes of all the trees together: likely requests get more of them."""
-    if sum(map(len, trees)) <= rows:
+    if sum(map(len, trees)) <= rows:  # also when there are none
         return list(trees)
     ranked = np.sort(np.concatenate([t.prob for t in trees]))[::-1]
     bar = ranked[rows] if rows < len(ranked) else 0.0
@@ -87,7 +87,9 @@ class Scheduler:
         decoding = [r for r in self.running if r.stats.generated_tokens]
         rows = self.max_rows - len(decoding)
         limits = [self._limits(r) for r in decoding]
-        trees = share(drafter.propose(decoding, limits), max(0, min(rows, self.draft_rows))) if decoding else []
+        drafts = drafter.propose(decoding, limits) if decoding else []
+        drafts = [tree.best(lim.nodes) for tree, lim in zip(drafts, limits)]  # whatever the drafter thinks of limits
+        trees = share(drafts, max(0, min(rows, self.draft_rows)))
         works = [Work(r, grow(r.pending, t), 1, complete=True, decodes=True) for r, t in zip(decoding, trees)]
         rows -= sum(w.drafted for w in works)
         for request in self.running:

@@ -102,7 +102,7 @@ def engine_of(
 ) -> Engine:
     """An engine in a poisoned state."""
     limits = limits or Limits(nodes=12, depth=5)
-    scratch = 1 + max(limits.nodes, 16)
+    scratch = 1 + limits.nodes
     pages = max_batch * -(-(limit + scratch) // 16) if pages is None else pages
     state = State(model.config, max_batch, pages, 16, ring, mtp=model.has_mtp, poison=True)
     drafter = make_drafter(draft, model, state) if isinstance(draft, str) else draft

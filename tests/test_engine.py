@@ -192,6 +192,14 @@ def test_f38_fills_the_context_exactly(dense, draft, n):
     assert request.finish_reason == "length"
 
 
+def test_a_drafter_that_ignores_its_limits_is_cut_to_them(dense):
+    want = finish(engine_of(dense), [request_of(prompt_of(9), GREEDY)])
+    deep = ScriptedDrafter(lambda request: Tree.chain([request.tokens[0]] * 300))
+    requests = [request_of(prompt_of(9), GREEDY)]
+    assert finish(engine_of(dense, deep, limits=Limits(nodes=3, depth=2)), requests) == want
+    assert requests[0].stats.drafted <= 3 * requests[0].stats.steps
+
+
 def test_f36_broken_logits_end_one_request_only(dense):
     engine = engine_of(dense, "ngram")
     good = [request_of([i, *repetitive(20, i)], GREEDY) for i in range(3)]

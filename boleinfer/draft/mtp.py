@@ -53,7 +53,7 @@ class _Growing:
 
 
 class MTPDrafter:
-    """Top-k tree of the MTP layer.
+    """Top-k tree of the MTP layer; of each tree it runs at most `Limits.nodes` nodes, so their scratch places suffice.
 
     top_k:  children of a node
     width:  nodes of a level that are expanded, and `worth`, the likelihood from which one is
@@ -76,10 +76,6 @@ class MTPDrafter:
         self._waiting: dict[Request, list[Committed]] = {}  # committed, but not yet in the layer's KV
         self._last: dict[Request, np.ndarray] = {}  # y of the last position in the layer's KV
 
-    def scratch_rows(self, limits: Limits) -> int:
-        """Places behind the committed ones that a proposal may write."""
-        return self._width * max(limits.depth - 1, 0)
-
     def observe(self, news: Sequence[Committed]) -> None:
         for n in news:
             self._waiting.setdefault(n.request, []).append(n)
@@ -95,7 +91,8 @@ class MTPDrafter:
         self._add_children([(g, -1) for g, lim in zip(growing, limits) if lim.depth > 0 and lim.nodes > 0])
         for level in range(1, min(self._depth, max((lim.depth for lim in limits), default=0))):
             chosen = [
-                g.expand(self._width, self._worth) if level < lim.depth else [] for g, lim in zip(growing, limits)
+                g.expand(min(self._width, lim.nodes - len(g.run)), self._worth) if level < lim.depth else []
+                for g, lim in zip(growing, limits)
             ]
             if not any(chosen):
                 break
