@@ -179,16 +179,16 @@ def test_f16_a_used_slot_leaves_nothing_behind(dense):
 
 
 @pytest.mark.parametrize("draft", ["none", "mtp", "script"])
-@pytest.mark.parametrize("n", [120, 126, 127])
-def test_f38_fills_the_context_exactly(dense, draft, n):
+@pytest.mark.parametrize("n,limit", [(120, 128), (126, 128), (127, 128), (111, 125)])  # 125 is no multiple of a page
+def test_f38_fills_the_context_exactly(dense, draft, n, limit):
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     prompt = [1, *prompt_of(n - 1, n)]
-    (want,) = finish(engine_of(dense, limit=128), [request_of(prompt, params, limit=128)])
-    assert len(want) == 128 - n
+    (want,) = finish(engine_of(dense, limit=limit), [request_of(prompt, params, limit=limit)])
+    assert len(want) == limit - n
     if draft == "script":
         draft = oracle_script({1: want + [5] * 9}, np.random.default_rng(0))
-    request = request_of(prompt, params, limit=128)
-    assert finish(engine_of(dense, draft, limit=128, limits=Limits(nodes=16, depth=8)), [request]) == [want]
+    request = request_of(prompt, params, limit=limit)
+    assert finish(engine_of(dense, draft, limit=limit, limits=Limits(nodes=16, depth=8)), [request]) == [want]
     assert request.finish_reason == "length"
 
 
@@ -269,6 +269,33 @@ def test_f53_same_seed_same_text_whatever_the_company(dense):
     assert finish(engine_of(dense, "auto", max_batch=3), requests)[2] == want
     choices = finish(engine_of(dense), [request_of(prompt_of(9), params, choice=c) for c in range(3)])
     assert choices[0] == want and len({tuple(c) for c in choices}) == 3
+
+
+def test_f47_dropped_at_any_moment(dense):
+    """50 requests, half of them dropped while queued, in their prompt, in decode: the others do not notice."""
+    rng = np.random.default_rng(0)
+    prompts = [[i, *repetitive(int(rng.integers(1, 90)), i)] for i in range(50)]
+    short = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    want = finish(engine_of(dense), [request_of(p, short) for p in prompts])
+    engine = engine_of(dense, "auto", max_batch=4, max_rows=24)
+    requests = [request_of(p, short) for p in prompts]
+    for request in requests:
+        engine.add(request)
+    doomed, dropped = set(range(0, 50, 2)), []
+    while engine.busy:
+        engine.step()
+        alive = [i for i in doomed if not requests[i].finished]
+        if alive and rng.random() < 0.6:
+            running = [i for i in alive if requests[i] in engine.scheduler.running]
+            i = int(rng.choice(running if running and rng.random() < 0.7 else alive))
+            engine.drop(requests[i])
+            assert requests[i].finish_reason == "abort" and requests[i] not in engine.scheduler.running
+            dropped.append(i)
+    assert engine.state.pages.free == engine.state.pages.size and engine.state.slots.free == engine.state.slots.size
+    assert len(dropped) > 10 and any(0 < len(requests[i].generated) < 12 for i in dropped)
+    for i, request in enumerate(requests):
+        assert request.generated == (want[i] if i not in dropped else want[i][: len(request.generated)])
+        assert request.finish_reason == ("abort" if i in dropped else "length")
 
 
 def test_requests_wait_for_pages_and_nothing_leaks(dense):

@@ -29,6 +29,14 @@ def test_logits_equal_hf(oracle, family, ratio):
     np.testing.assert_allclose(hidden, hf.hidden(ids), atol=CLOSE, rtol=0)
 
 
+@pytest.mark.parametrize("pattern", ["LLLLLF", "FLLFL", "F"])
+def test_layers_in_any_order(oracle, pattern):
+    hf = oracle("qwen3_5", 3, pattern=pattern)
+    ids = ids_of(70, 2)
+    logits, _ = Run(load(hf.folder)).feed(ids, [33, 1])
+    np.testing.assert_allclose(logits, hf.logits(ids), atol=CLOSE, rtol=0)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_token_at_a_time(oracle, family):
     hf = oracle(family)

@@ -44,10 +44,13 @@ class Oracle:
             return self.model.lm_head(y)[0].numpy()
 
 
-def make(folder: Path, family: str, ratio: int = 2, seed: int = 0, layers: int = 4, tie: bool | None = None) -> Oracle:
+def make(
+    folder: Path, family: str, ratio: int = 2, seed: int = 0, pattern: str = "LLLF", tie: bool | None = None
+) -> Oracle:
     """A checkpoint with every weight random (norms, dt_bias, conv and A_log too), so that no mistake can hide.
 
-    ratio = Hv / Hk. Vocabulary 512, of which the tokenizer names 480."""
+    ratio = Hv / Hk. pattern: one letter a layer, L linear, F full attention. Vocabulary 512, of which the tokenizer
+    names 480."""
     import torch
     import transformers
     from safetensors.torch import save_file
@@ -56,7 +59,8 @@ def make(folder: Path, family: str, ratio: int = 2, seed: int = 0, layers: int =
     common = {
         "vocab_size": 512,
         "hidden_size": 64,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": len(pattern),
+        "layer_types": [{"L": "linear_attention", "F": "full_attention"}[kind] for kind in pattern],
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,

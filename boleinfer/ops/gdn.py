@@ -106,7 +106,7 @@ def tree(
     ring_g: np.ndarray,
     ancestors: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Every node of a tree at once, S read once and never written.
+    """Every node of a tree at once, S read once and never written. Closed form after Bole (arXiv 2608.01651).
 
         past(x) = e^{G_n} S^T x + sum over ring i of e^{G_n - G_i} (k_i . x) u_i
         (I + A) U = diag(beta) (V - past(k)),   A_na = beta_n e^{G_n - G_a} (k_a . k_n) at strict ancestors a of n
