@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +26,7 @@ from boleinfer.params import SamplingParams
 from boleinfer.provenance import provenance
 
 SEED = 20
+FIRST_TOKEN = "from boleinfer.cli import main; main(['generate', '-q', '-n', '1', 'def fibonacci(n):'])"
 Product = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
@@ -59,6 +62,8 @@ def bench_cpu(args: argparse.Namespace) -> int:
         "tokens_a_prompt": args.max_tokens,
         "repeats": args.repeats,
         "sampled": {name: getattr(llm.default_params, name) for name in ("temperature", "top_p", "repetition_penalty")},
+        "import_ms": 1e3 * process_s("from boleinfer import LLM"),
+        "first_token_ms": 1e3 * process_s(FIRST_TOKEN),
         "matvec_ms": 1e3 * median(matvec_s),
         "linear_ms": 1e3 * median(linear_s),
         "matvec_bytes": sum(w.nbytes for w, _ in matrices),
@@ -112,6 +117,18 @@ def decode_matrices(llm: LLM) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         stack = w[: llm.config.num_experts_per_tok] if ".experts." in name else [w]
         for matrix in stack if w.ndim > 1 else []:
             yield matrix, rng.standard_normal((1, matrix.shape[-1]), np.float32)
+
+
+def process_s(code: str, repeats: int = 5) -> float:
+    """Median seconds of a fresh Python process that runs `code`, less those of one that runs nothing."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(boleinfer.__file__).parent.parent)}
+    seconds: dict[str, list[float]] = {code: [], "": []}
+    for _ in range(repeats):
+        for source, times in seconds.items():
+            start = time.perf_counter()
+            subprocess.run([sys.executable, "-c", source], env=environment, check=True, stdout=subprocess.DEVNULL)
+            times.append(time.perf_counter() - start)
+    return median(seconds[code]) - median(seconds[""])
 
 
 def whole_matrices(matrices: list[tuple[np.ndarray, np.ndarray]]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -184,7 +201,9 @@ def markdown(record: dict[str, Any]) -> str:
         f"{record['model']} on {record['cpu']}, {record['cores']} cores, {record['date'][:10]}: "
         f"{record['prompts']} held-out prompts, {record['tokens_a_prompt']} tokens each, one request at a time. One "
         f"row through all weights and nothing else: {record['matvec_ms']:.2f} ms with NumPy's own matrix-vector "
-        f"products, {record['linear_ms']:.2f} ms with ours.",
+        f"products, {record['linear_ms']:.2f} ms with ours. Beyond Python's own "
+        f"start, `from boleinfer import LLM` takes {record['import_ms']:.0f} ms, and `boleinfer generate` up to its first "
+        f"token {record['first_token_ms']:.0f} ms.",
         "",
         "| decoding | drafter | tokens/s | against plain | tokens a step | speed against NumPy's products alone |",
         "| --- | --- | --- | --- | --- | --- |",
