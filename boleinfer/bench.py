@@ -201,9 +201,8 @@ def markdown(record: dict[str, Any]) -> str:
         f"{record['model']} on {record['cpu']}, {record['cores']} cores, {record['date'][:10]}: "
         f"{record['prompts']} held-out prompts, {record['tokens_a_prompt']} tokens each, one request at a time. One "
         f"row through all weights and nothing else: {record['matvec_ms']:.2f} ms with NumPy's own matrix-vector "
-        f"products, {record['linear_ms']:.2f} ms with ours. Beyond Python's own "
-        f"start, `from boleinfer import LLM` takes {record['import_ms']:.0f} ms, and `boleinfer generate` up to its first "
-        f"token {record['first_token_ms']:.0f} ms.",
+        f"products, {record['linear_ms']:.2f} ms with ours. Beyond Python's own start, `from boleinfer import LLM` takes "
+        f"{record['import_ms']:.0f} ms, and `boleinfer generate` up to its first token {record['first_token_ms']:.0f} ms.",
         "",
         "| decoding | drafter | tokens/s | against plain | tokens a step | speed against NumPy's products alone |",
         "| --- | --- | --- | --- | --- | --- |",

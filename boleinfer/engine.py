@@ -48,7 +48,7 @@ class Engine:
         if not works:
             return []
         drafted = time.perf_counter()
-        forest = _forest(works)
+        forest = Forest.of([w.tree for w in works], [w.request.committed for w in works])
         batch = self.state.batch(forest, [w.request.home for w in works])
         hidden, pending = self.model.forward(batch, self.state)  # [R, D]
         rows = [np.arange(s + w.known - 1, s + len(w.tree)) for s, w in zip(forest.start, works) if w.complete]
@@ -73,10 +73,6 @@ class Engine:
         """Logits of the rows after which a token may be sampled."""
         wanted = np.concatenate(rows)
         return self.model.logits(hidden if len(wanted) == len(hidden) else hidden[wanted])
-
-
-def _forest(works: Sequence[Work]) -> Forest:
-    return Forest.of([w.tree for w in works], [w.request.committed for w in works])
 
 
 def _accept(work: Work, logits: np.ndarray | None) -> np.ndarray:

@@ -149,10 +149,8 @@ class LLM:
     ):
         _one_of("device", device, ("auto", "cpu"), "this version computes on the CPU only")
         _one_of("dtype", dtype, ("auto", "float32"), "the CPU computes in float32")
-        least = {"max_batch": 1, "max_rows": 1, "page_size": 1, "ring": 1, "draft_nodes": 0, "draft_depth": 0}
-        for name, bound in least.items():
-            if (value := locals()[name]) < bound:
-                raise ValueError(f"{name}={value}: at least {bound} is needed")
+        _at_least(1, max_batch=max_batch, max_rows=max_rows, page_size=page_size, ring=ring)
+        _at_least(0, draft_nodes=draft_nodes, draft_depth=draft_depth)
         if max_rows < max_batch:
             raise ValueError(f"max_rows={max_rows} is less than max_batch={max_batch}; a running request needs a row")
         folder = BUNDLED if model is None else hub.load_model_files(str(model), revision, token, offline)
@@ -322,6 +320,12 @@ def _context(asked: int | None, own: int) -> int:
     if not 1 <= asked <= own:
         raise ConfigError(f"max_model_len={asked}: this model takes 1 to {own} tokens (max_position_embeddings)")
     return asked
+
+
+def _at_least(bound: int, **options: int) -> None:
+    for name, value in options.items():
+        if value < bound:
+            raise ValueError(f"{name}={value}: at least {bound} is needed")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...], why: str) -> None:
