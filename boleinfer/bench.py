@@ -197,22 +197,23 @@ def table(record: dict[str, Any]) -> str:
 
 def markdown(record: dict[str, Any]) -> str:
     """The result as README and docs show it."""
+    r = record
     lines = [
-        f"{record['model']} on {record['cpu']}, {record['cores']} cores, {record['date'][:10]}: "
-        f"{record['prompts']} held-out prompts, {record['tokens_a_prompt']} tokens each, one request at a time. One "
-        f"row through all weights and nothing else: {record['matvec_ms']:.2f} ms with NumPy's own matrix-vector "
-        f"products, {record['linear_ms']:.2f} ms with ours. Beyond Python's own start, `from boleinfer import LLM` takes "
-        f"{record['import_ms']:.0f} ms, and `boleinfer generate` up to its first token {record['first_token_ms']:.0f} ms.",
+        f"{r['model']} on {r['cpu']}, {r['cores']} cores, {r['date'][:10]}: {r['prompts']} held-out prompts, "
+        f"{r['tokens_a_prompt']} tokens each, one request at a time. One row through all weights and nothing else: "
+        f"{r['matvec_ms']:.2f} ms with NumPy's own matrix-vector products, {r['linear_ms']:.2f} ms with ours. Beyond "
+        f"Python's own start, `from boleinfer import LLM` takes {r['import_ms']:.0f} ms, and `boleinfer generate` up to "
+        f"its first token {r['first_token_ms']:.0f} ms.",
         "",
         "| decoding | drafter | tokens/s | against plain | tokens a step | speed against NumPy's products alone |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for mode, runs in record["modes"].items():
         for name in sorted(runs, key=lambda name: (name != "none", name)):
-            r = runs[name]
+            run = runs[name]
             lines.append(
-                f"| {mode} | {name} | {r['tokens_per_s']:.0f} | {r['times_plain']:.2f}x | {r['tokens_per_step']:.2f} "
-                f"| {r['matvec_share']:.0%} |"
+                f"| {mode} | {name} | {run['tokens_per_s']:.0f} | {run['times_plain']:.2f}x | "
+                f"{run['tokens_per_step']:.2f} | {run['matvec_share']:.0%} |"
             )
     return "\n".join(lines)
 
