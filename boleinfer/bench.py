@@ -202,7 +202,7 @@ def markdown(record: dict[str, Any]) -> str:
         f"{r['model']} on {r['cpu']}, {r['cores']} cores, {r['date'][:10]}: {r['prompts']} held-out prompts, "
         f"{r['tokens_a_prompt']} tokens each, one request at a time. One row through all weights and nothing else: "
         f"{r['matvec_ms']:.2f} ms with NumPy's own matrix-vector products, {r['linear_ms']:.2f} ms with ours. Beyond "
-        f"Python's own start, `from boleinfer import LLM` takes {r['import_ms']:.0f} ms, and `boleinfer generate` up to "
+        f"Python's own start, `from boleinfer import LLM` takes {r['import_ms']:.0f} ms, `boleinfer generate` up to "
         f"its first token {r['first_token_ms']:.0f} ms.",
         "",
         "| decoding | drafter | tokens/s | against plain | tokens a step | speed against NumPy's products alone |",
