@@ -157,9 +157,8 @@ class LLM:
         self.config = read_config(folder / "config.json")
         self.max_model_len = _context(max_model_len, self.config.max_position_embeddings)
         family = models.family(self.config.model_type)
-        loaded = weights.load(
-            folder, self.config, family.plan, mtp=True if draft == "mtp" else "auto", progress=progress
-        )
+        mtp = {"mtp": True, "none": False, "ngram": False}.get(draft, "auto") if isinstance(draft, str) else "auto"
+        loaded = weights.load(folder, self.config, family.plan, mtp=mtp, progress=progress)
         self.model: Decoder = family.build(self.config, loaded)
         self.tokenizer = Tokenizer.from_folder(folder)
         self.default_params = SamplingParams.from_dict(self.tokenizer.generation_defaults)

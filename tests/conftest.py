@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # several test processes on few c
 import pytest
 from hypothesis import settings
 
+from boleinfer import nvrtc
 from tests import tiny
 
 settings.register_profile("ci", derandomize=True)  # CI judges a change, not the luck of new inputs; others explore
@@ -28,3 +29,12 @@ def oracle(tmp_path_factory):
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def compiler():
+    """NVRTC, or a skip that says what was not tested."""
+    try:
+        return nvrtc.toolchain()
+    except nvrtc.ToolchainError as error:
+        pytest.skip(f"nothing was compiled: {error}")

@@ -261,6 +261,23 @@ def test_f50_a_failed_step_changes_nothing(dense):
     assert [r.generated for r in requests] == want
 
 
+def test_f50_a_failed_draft_is_made_up_for(dense, monkeypatch):
+    """The MTP layer's KV misses nothing when a pass over it failed: the drafts after it are those of a run without."""
+    prompt, drafts = repetitive(30, 3), []
+    for failing in (False, True):
+        engine = engine_of(dense, "mtp", limits=Limits(nodes=4, depth=3))
+        request = request_of(prompt, GREEDY)
+        engine.add(request)
+        engine.step()
+        if failing:
+            with monkeypatch.context() as patch, pytest.raises(MemoryError):
+                patch.setattr(type(dense), "mtp", lambda *args: (_ for _ in ()).throw(MemoryError))
+                engine.step()
+        drafts.append(engine.drafter.propose([request], [Limits(nodes=4, depth=3)])[0])
+    np.testing.assert_array_equal(drafts[0].token, drafts[1].token)
+    np.testing.assert_array_equal(drafts[0].prob, drafts[1].prob)
+
+
 def test_f53_same_seed_same_text_whatever_the_company(dense):
     params = SamplingParams(temperature=1.0, seed=42, max_tokens=30, ignore_eos=True)
     (want,) = finish(engine_of(dense), [request_of(prompt_of(9), params)])

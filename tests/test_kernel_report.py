@@ -12,22 +12,10 @@ import pytest
 from boleinfer import cli, kernel_report, nvrtc, sampling
 from boleinfer.declaration import KernelError, parse, read
 from boleinfer.kernels import cuda_folder
-from boleinfer.nvrtc import Cache, Job, ToolchainError
+from boleinfer.nvrtc import Cache, Job
+from tests.kernel_text import kernel
 
 JOB = Job("k.cu", "// text", ("somewhere",), "90", "K=4")
-
-
-@pytest.fixture(scope="module")
-def compiler():
-    """NVRTC, or a skip that says what was not tested."""
-    try:
-        return nvrtc.toolchain()
-    except ToolchainError as error:
-        pytest.skip(f"nothing was compiled: {error}")
-
-
-def kernel(body: str, header: str = "") -> str:
-    return f'{header}extern "C" __global__ void k(\n    float* x,  // [N]\n    int n)\n{{\n{body}\n}}\n'
 
 
 LOG = """\

@@ -214,3 +214,7 @@ def test_f50_what_does_not_fit_in_memory_is_said_before_it_is_used(folder, monke
     monkeypatch.setattr(state, "buffer", full)
     with pytest.raises(ValueError, match="max_batch=3 requests of max_model_len=99 tokens need more memory"):
         LLM(folder, max_batch=3, max_model_len=99)
+
+
+def test_the_mtp_layer_is_read_only_where_it_may_draft(folder):
+    assert [LLM(folder, draft=d).model.has_mtp for d in ("none", "ngram", "mtp", "auto")] == [False, False, True, True]

@@ -18,24 +18,12 @@ from boleinfer import cli, nvrtc
 from boleinfer.declaration import KernelError, parse, read
 from boleinfer.kernels import cuda_folder
 from boleinfer.nvrtc import Built, Cache, Job, Toolchain, ToolchainError
+from tests.kernel_text import kernel
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = Toolchain((13, 0), Path("headers"), (13, 0), (75, 80, 86, 89, 90, 100, 103, 120))
 JOB = Job("k.cu", '#include "common.cuh"\n// text', ("somewhere",), "90", "K=4")
 BUILT = Built(b"\0cubin\xff\0", "ptxas info: Ä\n")
-
-
-@pytest.fixture(scope="module")
-def compiler():
-    """NVRTC, or a skip that says what was not tested."""
-    try:
-        return nvrtc.toolchain()
-    except ToolchainError as error:
-        pytest.skip(f"nothing was compiled: {error}")
-
-
-def kernel(body: str, header: str = "") -> str:
-    return f'{header}extern "C" __global__ void k(\n    float* x,  // [N]\n    int n)\n{{\n{body}\n}}\n'
 
 
 def job_of(text: str, tmp_path: Path, arch="90", constants=None) -> Job:

@@ -108,7 +108,7 @@ class MTPDrafter:
         late = [r for r in requests if r in self._waiting]
         if not late:
             return
-        news = [self._waiting.pop(r) for r in late]
+        news = [self._waiting[r] for r in late]
         starts = [n[0].start for n in news]
         hidden = [np.concatenate([part.hidden for part in n]) for n in news]
         chains = [Tree.chain(r.tokens[s + 1 : s + 1 + len(h)]) for r, s, h in zip(late, starts, hidden)]
@@ -116,6 +116,7 @@ class MTPDrafter:
         batch = self._state.batch(forest, [r.home for r in late])
         y = self._model.mtp(forest.token, np.concatenate(hidden), batch, self._state)
         for request, end in zip(late, forest.start[1:]):
+            del self._waiting[request]  # only now: a pass that failed is made up for
             self._last[request] = y[end - 1]
 
     def _run(self, requests: Sequence[Request], growing: list[_Growing], chosen: list[list[int]]) -> None:
