@@ -39,13 +39,28 @@ class Case(NamedTuple):
     label:   sizes in words, such as "R=65 D=2048"
     build:   random generator -> keyword arguments of the op; its floating-point arrays are float64
     outputs: names of the arguments that the op changes in place (empty: only what it returns counts)
-    bound:   largest relative error that float32 may show against float64
+    bound:   largest relative error that float32 may show against float64, and bound_bf16 with bf16 activations
+    wide:    arguments that stay float32 beside bf16 activations; "ring.u" is a member of one
+    gpu:     False where the kernel does not support these sizes and says so
     """
 
     label: str
     build: Callable[[np.random.Generator], dict[str, Any]]
     outputs: tuple[str, ...] = ()
     bound: float = 1e-5
+    bound_bf16: float = 8e-3
+    wide: tuple[str, ...] = ()
+    gpu: bool = True
+
+
+class Fp8(NamedTuple):
+    """A matrix of FP8 (E4M3) numbers on the GPU, scaled in blocks of 128 x 128.
+
+    bits: float8_e4m3fn [..., Dout, Din]; scale: float32 [..., ceil(Dout/128), ceil(Din/128)], which multiplies
+    """
+
+    bits: Any
+    scale: Any
 
 
 def cast(value: Any, dtype: Any) -> Any:

@@ -1,0 +1,58 @@
+"""Arrays on the GPU: telling them from NumPy's, making and copying them, and the names of their types. Knows no op."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from boleinfer.declaration import TYPES
+from boleinfer.nvrtc import ToolchainError, cupy_missing
+
+Array = Any  # a NumPy or a CuPy array
+
+_C_TYPES = {dtype: c for c, dtype in reversed(TYPES.items())}
+
+
+@functools.cache
+def dtype(c_name: str) -> np.dtype:
+    """The dtype of a C type name: "bf16" is ml_dtypes.bfloat16, "float" float32. KeyError for a name kernels lack."""
+    import ml_dtypes
+
+    name = TYPES[c_name]
+    return np.dtype(getattr(ml_dtypes, name) if hasattr(ml_dtypes, name) else name)
+
+
+def on_gpu(x: Array) -> bool:
+    """Whether an op has to launch a kernel for this array: anything but a plain NumPy array."""
+    return type(x) is not np.ndarray
+
+
+def empty(shape: int | tuple[int, ...], dtype: np.typing.DTypeLike) -> Array:
+    """A GPU array of undefined contents, from CuPy's current allocator."""
+    return _cupy().empty(shape, dtype)
+
+
+def upload(array: np.ndarray) -> Array:
+    """A copy on the current GPU."""
+    return _cupy().asarray(array)
+
+
+def download(array: Array) -> np.ndarray:
+    """A copy in host memory; waits for the GPU."""
+    return array.get()
+
+
+def c_type(array: Array) -> str:
+    """The C name that kernels use for an array's type: "bf16" for bfloat16, "float" for float32."""
+    return _C_TYPES[array.dtype.name]
+
+
+@functools.cache
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise ToolchainError(cupy_missing(error)) from error
+    return cupy
