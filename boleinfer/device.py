@@ -34,6 +34,22 @@ def empty(shape: int | tuple[int, ...], dtype: np.typing.DTypeLike) -> Array:
     return _cupy().empty(shape, dtype)
 
 
+def buffer(shape: tuple[int, ...], dtype: np.typing.DTypeLike, poison: bool = False) -> Array:
+    """As memory.buffer, on the GPU."""
+    array = empty(shape, dtype)
+    if poison:
+        fill(array, 0xFF)
+    return array
+
+
+def fill(array: Array, byte: int) -> None:
+    """Sets every byte of a contiguous array: 0 for zeros, 0xFF for NaN (-1 in integers)."""
+    if type(array) is np.ndarray or isinstance(array, np.ndarray):
+        array.reshape(-1).view(np.uint8)[...] = byte
+    elif array.size:
+        array.data.memset_async(byte, array.nbytes)
+
+
 def upload(array: np.ndarray) -> Array:
     """A copy on the current GPU."""
     return _cupy().asarray(array)

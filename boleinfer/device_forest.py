@@ -60,7 +60,7 @@ def upload(forest: Forest) -> DeviceForest:
         if tree.is_chain:
             continue
         if len(tree) > TREE_ROWS:
-            raise ValueError(f"tree {b} has {len(tree)} rows; the GPU takes at most {TREE_ROWS} in a tree that is no chain")
+            raise ValueError(f"tree {b} has {len(tree)} rows; the GPU takes {TREE_ROWS} in a tree that is no chain")
         padded = np.zeros((len(tree), TREE_ROWS), bool)
         padded[:, : len(tree)] = tree.ancestors
         bits[forest.rows(b)] = np.packbits(padded, axis=1, bitorder="little").view("<u4")

@@ -1,17 +1,13 @@
-"""The loop: plan a forest, run it, accept a path of each tree, commit it. Ids in, ids out; knows no text."""
+"""The loop: plan a forest, run it, give every request what it got. Ids in, ids out; knows no text and no array."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 
-import numpy as np
-
-from boleinfer.decoder import Decoder
 from boleinfer.draft.base import Committed, Drafter
-from boleinfer.forest import Forest
+from boleinfer.executor import Executor, Outcome
 from boleinfer.request import Request
-from boleinfer.sampling import BrokenLogits, accept
 from boleinfer.scheduler import Scheduler, Work
 from boleinfer.state import State
 
@@ -19,8 +15,13 @@ from boleinfer.state import State
 class Engine:
     """Runs requests to their end, all of them together, a step at a time."""
 
-    def __init__(self, model: Decoder, state: State, drafter: Drafter, scheduler: Scheduler):
-        self.model, self.state, self.drafter, self.scheduler = model, state, drafter, scheduler
+    def __init__(self, executor: Executor, drafter: Drafter, scheduler: Scheduler):
+        self.executor, self.drafter, self.scheduler = executor, drafter, scheduler
+
+    @property
+    def state(self) -> State:
+        """The memory of all requests."""
+        return self.executor.state
 
     @property
     def busy(self) -> bool:
@@ -42,25 +43,21 @@ class Engine:
         """One forward pass for all running requests; returns those that got tokens or ended.
 
         Lengths, pages and slots change only after the forward pass has succeeded."""
-        self.scheduler.admit()
+        for request in self.scheduler.admit():
+            self.executor.admit(request)
         began = time.perf_counter()
         works = self.scheduler.plan(self.drafter)
         if not works:
             return []
         drafted = time.perf_counter()
-        forest = Forest.of([w.tree for w in works], [w.request.committed for w in works])
-        batch = self.state.batch(forest, [w.request.home for w in works])
-        hidden, pending = self.model.forward(batch, self.state)  # [R, D]
-        rows = [np.arange(s + w.known - 1, s + len(w.tree)) for s, w in zip(forest.start, works) if w.complete]
-        logits = iter(np.split(self._logits(hidden, rows), np.cumsum([len(r) for r in rows])[:-1]) if rows else ())
-        paths = [_accept(w, next(logits) if w.complete else None) for w in works]
-        self.state.commit(batch, pending, paths)
+        outcomes = self.executor.run(works)
         news = []
-        for work, path, start in zip(works, paths, forest.start):
+        for work, outcome in zip(works, outcomes):
+            _take(work, outcome)
             request = work.request
             if not request.finished:
-                news.append(Committed(request, request.committed, hidden[path + start]))
-                request.committed += len(path)
+                news.append(Committed(request, request.committed, outcome.hidden))
+                request.committed += outcome.committed
         verified = time.perf_counter()
         self.drafter.observe(news)
         _count_times(works, began, drafted, verified, time.perf_counter())
@@ -69,35 +66,19 @@ class Engine:
                 self.drop(work.request)
         return [w.request for w in works if w.complete]
 
-    def _logits(self, hidden: np.ndarray, rows: Sequence[np.ndarray]) -> np.ndarray:
-        """Logits of the rows after which a token may be sampled."""
-        wanted = np.concatenate(rows)
-        return self.model.logits(hidden if len(wanted) == len(hidden) else hidden[wanted])
 
-
-def _accept(work: Work, logits: np.ndarray | None) -> np.ndarray:
-    """Samples the target along the tree, from the last known token on; every sample becomes part of the request.
-
-    logits: [1 + drafted, vocab], from the last known node on (None: the prompt goes on, nothing is sampled).
-    Returns the nodes to commit; none for a request that has ended."""
-    request, root = work.request, work.known - 1
-    known = np.arange(work.known)
-    if logits is None:
-        return known
-    try:
-        nodes, tokens = accept(work.tree, lambda node: logits[node - root], request.sampler, root)
-    except BrokenLogits as broken:
-        request.fail(str(broken))
-        return known[:0]
-    taken = 0
-    for node, token in zip(nodes, tokens):
-        request.append(token, request.sampler.logprobs(logits[node - root], token))
+def _take(work: Work, outcome: Outcome) -> None:
+    """Makes the tokens part of the request, up to the one that ends it."""
+    request, taken = work.request, 0
+    if outcome.error is not None:
+        request.fail(outcome.error)
+    for token, logprobs in zip(outcome.tokens, outcome.logprobs):
+        request.append(token, logprobs)
         taken += 1
         if request.finished:
             break
-    if work.decodes:
-        request.stats.count_step(work.drafted, taken - 1)
-    return known[:0] if request.finished else np.concatenate([known[:-1], nodes])
+    if work.decodes and taken:
+        request.stats.count_step(outcome.drafted, taken - 1)
 
 
 def _count_times(works: Sequence[Work], began: float, drafted: float, verified: float, ended: float) -> None:

@@ -15,6 +15,7 @@ from boleinfer.decoder import Decoder
 from boleinfer.draft import make_drafter
 from boleinfer.draft.base import Drafter, Limits
 from boleinfer.engine import Engine
+from boleinfer.executor import HostExecutor
 from boleinfer.forest import Forest, Tree
 from boleinfer.output import TextOutput
 from boleinfer.request import Request, RequestError, Stats
@@ -174,7 +175,7 @@ class LLM:
             ) from None
         drafter = make_drafter(draft, self.model, self._state) if isinstance(draft, str) else draft
         scheduler = Scheduler(self._state, max_batch, max_rows, max_rows, limits, scratch)
-        self.engine = Engine(self.model, self._state, drafter, scheduler)
+        self.engine = Engine(HostExecutor(self.model, self._state), drafter, scheduler)
         self._valid = self.tokenizer.valid_ids(self.config.vocab_size)
 
     def generate(

@@ -73,14 +73,17 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
-    def admit(self) -> None:
-        """Gives waiting requests a place, in order, as long as there is room."""
+    def admit(self) -> list[Request]:
+        """Gives waiting requests a place, in order, as long as there is room; returns those that got one."""
+        admitted = []
         while self.waiting and len(self.running) < self.max_batch:
             try:
                 self.waiting[0].place = self._state.take(self.waiting[0].limit + self.scratch)
             except OutOfPlaces:
-                return
-            self.running.append(self.waiting.popleft())
+                break
+            admitted.append(self.waiting.popleft())
+            self.running.append(admitted[-1])
+        return admitted
 
     def plan(self, drafter: Drafter) -> list[Work]:
         """The rows of the next step: every decoding request's tree first, then pieces of prompts."""

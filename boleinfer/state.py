@@ -170,16 +170,16 @@ class State:
         """Makes one path of each request's tree part of its past; what lies off the paths is forgotten.
 
         pending: per layer the factors that `forward` returned (None at attention layers)
-        paths:   per request the accepted nodes from a root down, as indices inside its tree; may be empty
+        paths:   per request the accepted flat rows from a root down; may be empty
         """
         forest, C = batch.forest, self._ring_capacity
-        rows = [path + start for path, start in zip(paths, forest.start)]  # flat rows
         for layer, factors in zip(self.layers, pending):
             if isinstance(layer, GDNLayer) and factors is not None:
-                conv.commit_window(factors.x, layer.window, batch.slot, rows)
-                gdn.commit(layer.S, layer.ring, factors.k, factors.u, factors.g, batch.slot, rows)
+                conv.commit_window(factors.x, layer.window, batch.slot, paths)
+                gdn.commit(layer.S, layer.ring, factors.k, factors.u, factors.g, batch.slot, paths)
         for b, path in enumerate(paths):
             slot, m, T = batch.slot[b], len(path), int(forest.committed[b])
+            path = path - forest.start[b]
             self.ring_length[slot] = gdn.ring_after(int(self.ring_length[slot]), m, C)
             if m and path[-1] != m - 1:  # scattered rows: close the gaps
                 for layer in self.layers:

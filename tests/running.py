@@ -13,6 +13,7 @@ from boleinfer.decoder import Decoder
 from boleinfer.draft import make_drafter
 from boleinfer.draft.base import Drafter, Limits
 from boleinfer.engine import Engine
+from boleinfer.executor import HostExecutor
 from boleinfer.forest import Forest, Tree
 from boleinfer.request import Request
 from boleinfer.sampling import Sampler, SamplingParams
@@ -106,7 +107,8 @@ def engine_of(
     pages = max_batch * -(-(limit + scratch) // 16) if pages is None else pages
     state = State(model.config, max_batch, pages, 16, ring, mtp=model.has_mtp, poison=True)
     drafter = make_drafter(draft, model, state) if isinstance(draft, str) else draft
-    return Engine(model, state, drafter, Scheduler(state, max_batch, max_rows, draft_rows, limits, scratch))
+    scheduler = Scheduler(state, max_batch, max_rows, draft_rows, limits, scratch)
+    return Engine(HostExecutor(model, state), drafter, scheduler)
 
 
 def finish(engine: Engine, requests: Sequence[Request], most: int = 5000) -> list[list[int]]:

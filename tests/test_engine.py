@@ -204,7 +204,7 @@ def test_f36_broken_logits_end_one_request_only(dense):
     engine = engine_of(dense, "ngram")
     good = [request_of([i, *repetitive(20, i)], GREEDY) for i in range(3)]
     want = finish(engine_of(dense), [request_of([i, *repetitive(20, i)], GREEDY) for i in range(3)])
-    logits = engine.model.logits
+    logits = engine.executor.model.logits
 
     class Broken:
         """The model, but one row of the second step's logits is NaN."""
@@ -222,7 +222,7 @@ def test_f36_broken_logits_end_one_request_only(dense):
                 out[0] = np.nan
             return out
 
-    engine.model = Broken()
+    engine.executor.model = Broken()
     got = finish(engine, good)
     assert [r.finish_reason for r in good] == ["error", "length", "length"]
     assert "NaN" in good[0].error and got[1:] == want[1:] and len(got[0]) == 1
@@ -236,7 +236,7 @@ def test_f50_a_failed_step_changes_nothing(dense):
     for request in requests:
         engine.add(request)
     engine.step()
-    forward = engine.model.forward
+    forward = engine.executor.model.forward
 
     class Failing:
         def __getattr__(self, name):
@@ -247,7 +247,7 @@ def test_f50_a_failed_step_changes_nothing(dense):
             raise MemoryError("injected")
 
     before = [(r.committed, len(r.tokens)) for r in requests], engine.state.pages.free, engine.state.slots.free
-    engine.model = Failing()
+    engine.executor.model = Failing()
     with pytest.raises(MemoryError):
         engine.step()
     assert before == (
@@ -255,7 +255,7 @@ def test_f50_a_failed_step_changes_nothing(dense):
         engine.state.pages.free,
         engine.state.slots.free,
     )
-    engine.model = dense
+    engine.executor.model = dense
     while engine.busy:
         engine.step()
     assert [r.generated for r in requests] == want

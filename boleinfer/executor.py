@@ -1,0 +1,93 @@
+"""One step on NumPy: forward, acceptance and commit of a list of works. Knows no queue and no drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from boleinfer.decoder import Decoder
+from boleinfer.forest import Forest
+from boleinfer.request import Request
+from boleinfer.sampling import BrokenLogits, accept
+from boleinfer.scheduler import Work
+from boleinfer.state import State
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step gave one request.
+
+    committed: rows of its tree that became part of the state
+    tokens:    sampled along the accepted path; the last one is no row yet. Empty while a prompt goes on
+    drafted:   rows that were guesses
+    logprobs:  one entry a token when the request asked for them
+    hidden:    the committed rows after the final norm, [m, D]; None where the drafter runs beside the model
+    error:     why the request cannot go on
+    """
+
+    committed: int
+    tokens: list[int] = field(default_factory=list)
+    drafted: int = 0
+    logprobs: list[dict[int, float] | None] = field(default_factory=list)
+    hidden: np.ndarray | None = None
+    error: str | None = None
+
+
+class Executor(Protocol):
+    """Runs the steps of an engine; the only one who touches the model and writes the state."""
+
+    state: State
+
+    def admit(self, request: Request) -> None:
+        """The request has got its place and takes part from now on."""
+        ...
+
+    def run(self, works: Sequence[Work]) -> list[Outcome]:
+        """One step; what it gave each work's request."""
+        ...
+
+
+class HostExecutor:
+    """Steps on NumPy, by the definitions."""
+
+    def __init__(self, model: Decoder, state: State):
+        self.model, self.state = model, state
+
+    def admit(self, request: Request) -> None:
+        pass
+
+    def run(self, works: Sequence[Work]) -> list[Outcome]:
+        forest = Forest.of([w.tree for w in works], [w.request.committed for w in works])
+        batch = self.state.batch(forest, [w.request.home for w in works])
+        hidden, pending = self.model.forward(batch, self.state)  # [R, D]
+        rows = [np.arange(s + w.known - 1, s + len(w.tree)) for s, w in zip(forest.start, works) if w.complete]
+        logits = iter(np.split(self._logits(hidden, rows), np.cumsum([len(r) for r in rows])[:-1]) if rows else ())
+        results = [_accept(w, next(logits) if w.complete else None) for w in works]
+        paths = [path + start for (path, _), start in zip(results, forest.start)]  # flat rows
+        self.state.commit(batch, pending, paths)
+        return [replace(outcome, hidden=hidden[path]) for (_, outcome), path in zip(results, paths)]
+
+    def _logits(self, hidden: np.ndarray, rows: Sequence[np.ndarray]) -> np.ndarray:
+        """Logits of the rows after which a token may be sampled."""
+        wanted = np.concatenate(rows)
+        return self.model.logits(hidden if len(wanted) == len(hidden) else hidden[wanted])
+
+
+def _accept(work: Work, logits: np.ndarray | None) -> tuple[np.ndarray, Outcome]:
+    """Samples the target along the tree, from the last known token on: nodes to commit, and what came out.
+
+    logits: [1 + drafted, vocab], from the last known node on (None: the prompt goes on, nothing is sampled)."""
+    sampler, root = work.request.sampler, work.known - 1
+    known = np.arange(work.known)
+    if logits is None:
+        return known, Outcome(len(known))
+    try:
+        nodes, tokens = accept(work.tree, lambda node: logits[node - root], sampler, root)
+    except BrokenLogits as broken:
+        return known[:0], Outcome(0, error=str(broken))
+    logprobs = [sampler.logprobs(logits[node - root], token) for node, token in zip(nodes, tokens)]
+    path = np.concatenate([known[:-1], nodes])
+    return path, Outcome(len(path), tokens, work.drafted, logprobs)
