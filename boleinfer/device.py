@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,36 @@ def download(array: Array) -> np.ndarray:
 def c_type(array: Array) -> str:
     """The C name that kernels use for an array's type: "bf16" for bfloat16, "float" for float32."""
     return _C_TYPES[array.dtype.name]
+
+
+class Staging:
+    """A pinned buffer whose copies to the GPU run beside everything else, in the order they were asked for.
+
+    nbytes: its size
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = pinned(nbytes)
+        self._stream = _cupy().cuda.Stream(non_blocking=True)
+
+    def view(self, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> np.ndarray:
+        """The buffer's beginning as an array to write, once its last copy is done."""
+        self.wait()
+        return self._memory[: math.prod(shape) * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
+
+    def copy_to(self, out: Array) -> None:
+        """Queues the copy of the buffer's beginning to a contiguous GPU array."""
+        out.data.copy_from_host_async(self._memory.ctypes.data, out.nbytes, self._stream)
+
+    def wait(self) -> None:
+        """Until the copies queued so far are done."""
+        self._stream.synchronize()
+
+
+def pinned(nbytes: int) -> np.ndarray:
+    """uint8 [nbytes] of page-locked host memory."""
+    memory = _cupy().cuda.alloc_pinned_memory(nbytes)
+    return np.frombuffer(memory, np.uint8, nbytes)
 
 
 @functools.cache

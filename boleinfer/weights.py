@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -72,7 +73,7 @@ def load(
         at, done = at + size, done + arrays[target.name].nbytes
         if progress is not None:
             progress(done, total)
-    _tie(arrays, config)
+    tie(arrays, config, np.array_equal)
     return arrays
 
 
@@ -88,7 +89,7 @@ def match(
     names = _bare_names(stored)
     _refuse_other_quantisation(names)
     kinds = {bare: stored[name] for bare, name in names.items()}
-    scales = {s for bare, kind in kinds.items() if kind.dtype.startswith("F8") for s in _scale_names(bare)}
+    scales = {s for bare, kind in kinds.items() if kind.dtype.startswith("F8") for s in scale_names(bare)}
     shapes = {bare: kind.shape for bare, kind in kinds.items() if bare not in scales and not _skipped(bare)}
     targets = _choose_mtp(plan(config, shapes), shapes, config, mtp)
     problems = _differences(targets, kinds, shapes)
@@ -127,7 +128,8 @@ def _skipped(bare: str) -> bool:
     return bare.startswith(_NOT_TEXT) or bare.endswith("rotary_emb.inv_freq")
 
 
-def _scale_names(tensor: str) -> tuple[str, str]:
+def scale_names(tensor: str) -> tuple[str, str]:
+    """What the scales of an FP8 tensor may be called."""
     return f"{tensor}_scale_inv", f"{tensor}_scale"
 
 
@@ -182,7 +184,7 @@ def _differences(targets: list[Target], kinds: Mapping[str, Stored], shapes: Sha
 
 
 def _scale_problems(tensor: str, shape: tuple[int, ...], kinds: Mapping[str, Stored]) -> list[str]:
-    found = [name for name in _scale_names(tensor) if name in kinds]
+    found = [name for name in scale_names(tensor) if name in kinds]
     if len(found) != 1:
         return [f"{tensor} is FP8 and has {len(found) or 'no'} scales"]
     expected = (*shape[:-2], *(math.ceil(n / BLOCK) for n in shape[-2:]))
@@ -226,8 +228,8 @@ def _rows(part: Part, width: int, checkpoint: Checkpoint, names: Mapping[str, st
     """A part's rows in their final order, [n, width]: uint16 holding BF16 bits, float16 or float32."""
     data = checkpoint.view(names[part.tensor])
     if data.dtype == np.uint8:
-        scale = next(names[s] for s in _scale_names(part.tensor) if s in names)
-        data = dequantise(data, _float32(checkpoint.view(scale)))
+        scale = next(names[s] for s in scale_names(part.tensor) if s in names)
+        data = dequantise(data, float32(checkpoint.view(scale)))
     data = data.reshape(-1, width)
     return data if part.rows is None else data[part.rows]
 
@@ -240,7 +242,8 @@ def _widen(block: np.ndarray, out: np.ndarray) -> None:
         out[...] = block.T
 
 
-def _float32(data: np.ndarray) -> np.ndarray:
+def float32(data: np.ndarray) -> np.ndarray:
+    """Stored numbers widened; uint16 holds BF16 bits."""
     return (data.astype(np.uint32) << 16).view(np.float32) if data.dtype == np.uint16 else data.astype(np.float32)
 
 
@@ -266,12 +269,13 @@ def _e4m3_values() -> np.ndarray:
     return np.where(bits < 128, size, -size).astype(np.float32)
 
 
-def _tie(arrays: dict[str, np.ndarray], config: ModelConfig) -> None:
+def tie(arrays: dict[str, Any], config: ModelConfig, equal: Callable[[Any, Any], bool]) -> None:
+    """Makes a tied model's head its embedding, unless a different head is stored, which is then used with a warning."""
     embedding = arrays["embed_tokens"]
     head = arrays.setdefault("lm_head", embedding)
     if not config.tie_word_embeddings or head is embedding:
         return
-    if np.array_equal(head, embedding):
+    if equal(head, embedding):
         arrays["lm_head"] = embedding
     else:
         warnings.warn(

@@ -13,7 +13,8 @@ from boleinfer import models, weights
 from boleinfer.checkpoint import Stored
 from boleinfer.config import ModelConfig, read_config
 from boleinfer.memory import panels
-from tests.published import PUBLISHED, stored
+from boleinfer.published import PUBLISHED
+from tests.published import stored
 
 RAW = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "F8_E4M3": np.uint8, "F64": np.float64, "I32": np.int32}
 RAW |= {"U8": np.uint8, "F8_E5M2": np.uint8, "F8_E8M0": np.uint8}

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from boleinfer.config import ConfigError, read_config
+from boleinfer.published import PUBLISHED, ROPE
 from boleinfer.supported import ONLY, OTHER_HYBRIDS, SUPPORTED
-from tests.published import PUBLISHED, ROPE
 
 DENSE = PUBLISHED["Qwen3.5-9B"]["text_config"] | {"architectures": ["Qwen3_5ForCausalLM"]}
 MOE = PUBLISHED["Qwen3.5-35B-A3B"]

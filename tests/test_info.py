@@ -10,8 +10,9 @@ from boleinfer import cli
 from boleinfer.config import read_config
 from boleinfer.info import Memory
 from boleinfer.llm import BUNDLED
+from boleinfer.published import PUBLISHED
 from boleinfer.state import State
-from tests.published import PUBLISHED, stored
+from tests.published import stored
 
 ITEM = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
 

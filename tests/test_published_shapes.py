@@ -10,7 +10,8 @@ import pytest
 from boleinfer import models, weights
 from boleinfer.checkpoint import Stored
 from boleinfer.config import read_config
-from tests.published import PUBLISHED, stored
+from boleinfer.published import PUBLISHED
+from tests.published import stored
 
 # parameters of the text model and of the MTP layer, and gigabytes of both in BF16, as published (rounded)
 SIZES = {

@@ -88,7 +88,7 @@ def test_f05_types_in_one_file(tmp_path):
     empty = np.zeros((0, 4), np.uint16)
     write(tmp_path / "model.safetensors", mixed | {"none": ("BF16", empty), "d": ("F64", np.ones(1))})
     files = Checkpoint(tmp_path)
-    widened = weights._float32(files.view("b"))
+    widened = weights.float32(files.view("b"))
     assert np.array_equal(widened.view(np.uint32), bits.astype(np.uint32) << 16)
     assert widened[0] == 1.0 and widened[1] == -2.5 and widened[2] == 2.0**-133 and np.isnan(widened[5])
     assert np.array_equal(widened.view(np.uint32) >> 16, bits)
