@@ -1,49 +1,118 @@
-"""Normalisations over the last axis: root mean square, the gated one inside GDN, and L2. Knows nothing of layers."""
+"""Normalisations over the last axis: root mean square, and the gated one inside GDN. Knows nothing of layers."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from boleinfer import device, kernels
+from boleinfer.device import Array
 from boleinfer.ops import Case, silu
 
 
-def rms_norm(x: np.ndarray, w: np.ndarray, eps: float) -> np.ndarray:
+def rms_norm(x: Array, w: Array, eps: float) -> Array:
     """x / sqrt(mean x^2 + eps) * (1 + w): the block, q, k, final and MTP norms, whose weight is stored as a delta.
 
     x: [..., D]; w: [D]; -> [..., D] in the type of x. 1 + w is formed in the type of w: keep it in float32.
     Source: Zhang and Sennrich 2019, with the zero-centred weight of Qwen3NextRMSNorm in HF transformers.
     """
-    return x / np.sqrt(_mean_square(x) + eps) * (1 + w)
+    if not device.on_gpu(x):
+        return x / np.sqrt(_mean_square(x) + eps) * (1 + w)
+    out, D = device.empty(x.shape, x.dtype), x.shape[-1]
+    rows = {"x": x.reshape(-1, D), "out": out.reshape(-1, D)}
+    _launch_rows("rms_norm", x.size // D, x, {**rows, "w": w, "D": D, "eps": eps})
+    return out
 
 
-def gated_rms_norm(o: np.ndarray, z: np.ndarray, w: np.ndarray, eps: float) -> np.ndarray:
+def add_rms_norm(h: Array, x: Array, w: Array, eps: float) -> Array:
+    """h += x in place, the residual stream; then rms_norm(h, w, eps), which is returned.
+
+    h, x: [R, D]; w: [D]; -> [R, D] in the type of h, to which h is rounded before it is normed.
+    """
+    if not device.on_gpu(h):
+        h += x
+        return rms_norm(h, w, eps)
+    out = device.empty(h.shape, h.dtype)
+    _launch_rows("add_rms_norm", len(h), h, {"h": h, "x": x, "w": w, "out": out, "D": h.shape[1], "eps": eps})
+    return out
+
+
+def joined_rms_norm(a: Array, wa: Array, b: Array, wb: Array, eps: float) -> Array:
+    """rms_norm(a, wa, eps) and rms_norm(b, wb, eps) side by side: what the MTP layer's first matrix is applied to.
+
+    a, b: [R, D]; wa, wb: [D]; -> [R, 2D] in the type of a. Source: Qwen3-Next's multi-token prediction in vLLM.
+    """
+    if not device.on_gpu(a):
+        return np.concatenate((rms_norm(a, wa, eps), rms_norm(b, wb, eps)), axis=-1)
+    R, D = a.shape
+    out = device.empty((R, 2 * D), a.dtype)
+    _launch_rows("joined_rms_norm", (R, 2), a, {"a": a, "wa": wa, "b": b, "wb": wb, "out": out, "D": D, "eps": eps})
+    return out
+
+
+def _launch_rows(name: str, grid: int | tuple[int, int], x: Array, args: dict[str, Any]) -> None:
+    """A kernel of rms_norm.cu: a block for each row of x, as many threads as the row has groups of 16 bytes."""
+    threads = -(-x.shape[-1] * x.itemsize // 16)
+    block = min(1024, -(-threads // 32) * 32)
+    if x.size:
+        kernels.launch("rms_norm.cu", name, grid, block, args, constants={"Act": device.c_type(x)})
+
+
+def gated_rms_norm(o: Array, z: Array, w: Array, eps: float) -> Array:
     """w * o / sqrt(mean o^2 + eps) * silu(z): the norm of GDN's output, whose weight is a plain gain.
 
-    o, z: [..., V]; w: [V]; -> [..., V] in the type of o. Source: Qwen3NextRMSNormGated in HF transformers.
+    o, z: [..., V], on the GPU [R, Hv, V], z perhaps columns of a wider matrix; w: [V]; -> [..., V] in the type of o.
+    Source: Qwen3NextRMSNormGated in HF transformers.
     """
-    return o / np.sqrt(_mean_square(o) + eps) * w * silu(z)
-
-
-def l2_norm(x: np.ndarray, eps: float = 1e-6) -> np.ndarray:
-    """x / sqrt(sum x^2 + eps): the q and k of GDN. eps is added to the sum, inside the root, as in HF transformers.
-
-    x: [..., K] -> [..., K] in the type of x.
-    """
-    return x / np.sqrt(_square_sum(x) + eps)
-
-
-def _square_sum(x: np.ndarray) -> np.ndarray:
-    return np.einsum("...d,...d->...", x, x)[..., None]  # [..., 1]
+    if not device.on_gpu(o):
+        return o / np.sqrt(_mean_square(o) + eps) * w * silu(z)
+    (R, Hv, V), warps = o.shape, 4
+    out, ldz = device.empty(o.shape, o.dtype), z.strides[0] // z.itemsize
+    if R:
+        args = {"o": o, "z": z, "w": w, "out": out, "Hv": Hv, "V": V, "Ldz": ldz, "eps": eps}
+        grid, constants = (R, -(-Hv // warps)), {"Act": device.c_type(o)}
+        kernels.launch("gated_rms_norm.cu", "gated_rms_norm", grid, 32 * warps, args, constants=constants)
+    return out
 
 
 def _mean_square(x: np.ndarray) -> np.ndarray:
-    return _square_sum(x) / x.shape[-1]
+    return np.einsum("...d,...d->...", x, x)[..., None] / x.shape[-1]  # [..., 1]
 
 
 def _rms_case(R: int, D: int) -> Case:
     return Case(
         f"R={R} D={D}",
         lambda rng: {"x": rng.standard_normal((R, D)), "w": 0.2 * rng.standard_normal(D), "eps": 1e-6},
+        wide=("w",),
+    )
+
+
+def _add_case(R: int, D: int) -> Case:
+    return Case(
+        f"R={R} D={D}",
+        lambda rng: {
+            "h": 5 * rng.standard_normal((R, D)),
+            "x": rng.standard_normal((R, D)),
+            "w": 0.2 * rng.standard_normal(D),
+            "eps": 1e-6,
+        },
+        outputs=("h",),
+        wide=("w",),
+    )
+
+
+def _joined_case(R: int, D: int) -> Case:
+    return Case(
+        f"R={R} D={D}",
+        lambda rng: {
+            "a": 0.02 * rng.standard_normal((R, D)),
+            "wa": 0.2 * rng.standard_normal(D),
+            "b": 5 * rng.standard_normal((R, D)),
+            "wb": 0.2 * rng.standard_normal(D),
+            "eps": 1e-6,
+        },
+        wide=("wa", "wb"),
     )
 
 
@@ -56,15 +125,15 @@ def _gated_case(R: int, Hv: int, V: int) -> Case:
             "w": 1 + 0.2 * rng.standard_normal(V),
             "eps": 1e-6,
         },
+        wide=("w",),
     )
 
 
-def _l2_case(R: int, H: int, K: int) -> Case:
-    return Case(f"R={R} Hk={H} K={K}", lambda rng: {"x": rng.standard_normal((R, H, K))})
-
+_ROWS = [(1, 1), (3, 63), (65, 65), (1, 1024), (16, 2048), (64, 5120), (7, 8192)]
 
 CASES = {
-    "rms_norm": [_rms_case(R, D) for R, D in [(1, 1), (3, 63), (65, 65), (1, 1024), (16, 2048), (64, 5120), (7, 8192)]],
+    "rms_norm": [_rms_case(*sizes) for sizes in _ROWS],
+    "add_rms_norm": [_add_case(*sizes) for sizes in _ROWS],
+    "joined_rms_norm": [_joined_case(*sizes) for sizes in _ROWS],
     "gated_rms_norm": [_gated_case(R, Hv, V) for R, Hv, V in [(1, 1, 3), (3, 5, 63), (65, 2, 65), (16, 32, 128)]],
-    "l2_norm": [_l2_case(R, H, K) for R, H, K in [(1, 1, 1), (3, 5, 63), (65, 2, 65), (16, 16, 128)]],
 }
