@@ -1,0 +1,292 @@
+// Drafting with the MTP layer: the likeliest tokens of logits, the tree of candidates a level at a time, the best of it.
+// Definitions: MTPDrafter and _Growing in boleinfer/draft/mtp.py, Limits.trim in boleinfer/draft/base.py.
+//
+// A request's candidates have fixed places, C = Top + Levels * Width * Top of them: those below the root, then at every
+// level those of its first expanded candidate, of its second, and so on. A place without one has probability -1.
+//
+// candidates  grid: rows. block: full warps; a thread owns every blockDim.x-th group of the row, 16 bytes where the size
+//             and the address allow it. shared: 256 * Top + 128 bytes. Read twice: nothing.
+// grow, keep  grid: B, a block owns a request, a thread a candidate. block: at least the candidates of a level, in full
+//             warps. shared: below 5 KiB. Read twice: probabilities, from shared memory.
+//
+// sizes: Top=1,2,3,8
+#include "common.cuh"
+
+constexpr int WORDS = 4;   // of a row's ancestors
+constexpr int UNUSED = -2; // parent of a row that holds nothing
+constexpr int MOST = 512;  // candidates of a request
+
+// A number and its place in one key: larger numbers first, of equal ones the lower place. 0 is below all of them.
+using Key = unsigned long long;
+
+__device__ __forceinline__ Key key_of(float x, int id) {
+  const unsigned bits = __float_as_uint(x + 0.0f);  // one zero only
+  const unsigned rising = bits >> 31 ? ~bits : bits | 0x80000000u;
+  return Key(rising) << 32 | unsigned(~id);
+}
+__device__ __forceinline__ int id_of(Key key) { return key ? ~int(unsigned(key)) : -1; }
+__device__ __forceinline__ float number_of(Key key) {
+  const unsigned rising = unsigned(key >> 32);
+  return __uint_as_float(rising >> 31 ? rising & 0x7fffffffu : ~rising);
+}
+
+// Puts a key into its place among the largest.
+__device__ __forceinline__ void insert(Key (&best)[Top], Key key) {
+#pragma unroll
+  for (int i = 0; i < Top; i++) {
+    if (key > best[i]) {
+      const Key smaller = best[i];
+      best[i] = key;
+      key = smaller;
+    }
+  }
+}
+
+// The largest of all lanes' keys, in every lane.
+__device__ __forceinline__ void merge(Key (&best)[Top]) {
+  Key all[Top];
+#pragma unroll
+  for (int i = 0; i < Top; i++) {
+    all[i] = best[0];
+#pragma unroll
+    for (int lane = WARP / 2; lane > 0; lane /= 2) {
+      const Key other = __shfl_xor_sync(ALL_LANES, all[i], lane);
+      all[i] = other > all[i] ? other : all[i];
+    }
+    if (best[0] == all[i]) {  // keys differ, so this is one lane, or nothing is left
+#pragma unroll
+      for (int j = 0; j + 1 < Top; j++) best[j] = best[j + 1];
+      best[Top - 1] = 0;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < Top; i++) best[i] = all[i];
+}
+
+// A thread's part of a row: its largest keys, its maximum m, and sum e^(x - m)
+template <int N>
+__device__ void scan(const float* x, int Vocab, Key (&best)[Top], float& m, float& sum) {
+  for (int i = threadIdx.x * N; i < Vocab; i += blockDim.x * N) {
+    const auto group = load<N>(x + i);
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+      const float v = group.v[j];
+      if (v > m) {
+        sum = sum * expf(m - v) + 1.0f;
+        m = v;
+      } else if (v != -inf()) {
+        sum += expf(v - m);
+      }
+      if (v > -inf() && key_of(v, i + j) > best[Top - 1]) insert(best, key_of(v, i + j));
+    }
+  }
+}
+
+// p = e^(x - max) / sum e^(x - max) of the Top largest x
+extern "C" __global__ void __launch_bounds__(1024) candidates(
+    const float* __restrict__ logits,  // [N, Vocab]
+    const int* __restrict__ rows,      // [N] or null; -1: the row holds nothing
+    int* __restrict__ ids,             // [N, Top] by falling logit, of equal ones the lower id; -1: none
+    float* __restrict__ prob,          // [N, Top]
+    int Vocab)
+{
+  __shared__ Key shared[WARP][Top];
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+  int* to = ids + (long long)blockIdx.x * Top;
+  float* p = prob + (long long)blockIdx.x * Top;
+  Key best[Top] = {};
+  float m = -inf(), sum = 0.0f;
+  if (rows == nullptr || rows[blockIdx.x] >= 0) {
+    const float* x = logits + (long long)blockIdx.x * Vocab;
+    if (Vocab % 4 == 0 && aligned16(logits)) {
+      scan<4>(x, Vocab, best, m, sum);
+    } else {
+      scan<1>(x, Vocab, best, m, sum);
+    }
+  }
+  const float top = block_max(m);
+  const float total = block_sum(m == -inf() ? sum : sum * expf(m - top));  // NaN where one logit is
+
+  merge(best);
+  if (lane == 0) {
+#pragma unroll
+    for (int i = 0; i < Top; i++) shared[warp][i] = best[i];
+  }
+  __syncthreads();
+  if (warp > 0) return;
+#pragma unroll
+  for (int i = 0; i < Top; i++) best[i] = lane < warps ? shared[lane][i] : 0;
+  merge(best);
+  if (lane > 0) return;
+  const bool sound = fabsf(top) < inf() && total < inf();
+#pragma unroll
+  for (int i = 0; i < Top; i++) {
+    const bool found = sound && best[i];
+    to[i] = found ? id_of(best[i]) : -1;
+    p[i] = found ? expf(number_of(best[i]) - top) / total : 0.0f;
+  }
+}
+
+// One level: children of the candidates that were run, and the likeliest of these, to be run next
+extern "C" __global__ void __launch_bounds__(1024) grow(
+    const int* __restrict__ ids,           // [N, Top] N = B at level 0, else B * Width
+    const float* __restrict__ prob,        // [N, Top]
+    const int* __restrict__ slot,          // [B]
+    const int* __restrict__ limit,         // [B] nodes of a draft at most
+    const int* __restrict__ reach,         // [B] tokens of a path at most
+    const int* __restrict__ length,        // [Slots] committed tokens
+    int* __restrict__ candidate_token,     // [B, C]
+    int* __restrict__ candidate_parent,    // [B, C]
+    float* __restrict__ candidate_prob,    // [B, C] of the whole path; -1: no candidate
+    int* __restrict__ run,                 // [B] candidates that were run
+    int* __restrict__ chosen,              // [B, Width] candidates to be run
+    int* __restrict__ level_token,         // [B, Width]
+    int* __restrict__ level_row,           // [B, Width] row of the forest, -1: none
+    int* __restrict__ level_source,        // [B, Width] row of the hidden rows: B last ones, then B * Width a level
+    int* __restrict__ level_position,      // [B, Width]
+    int* __restrict__ token,               // [R] the forest, R = B * Levels * Width, at least 1
+    int* __restrict__ parent,              // [R]
+    int* __restrict__ depth,               // [R]
+    int* __restrict__ request,             // [R]
+    int* __restrict__ position,            // [R]
+    int* __restrict__ kv_slot,             // [R]
+    unsigned* __restrict__ ancestors,      // [R, 4]
+    int* __restrict__ chain,               // [B]
+    int* __restrict__ start,               // [B + 1]
+    int* __restrict__ committed,           // [B]
+    int C,
+    int Width,
+    int Levels,
+    int level,
+    float worth)
+{
+  __shared__ float likely[MOST];
+  __shared__ int used, picked;
+  const int b = blockIdx.x, i = threadIdx.x, s = slot[b], B = gridDim.x;
+  const int T = s < 0 ? 0 : length[s], nodes = s < 0 ? 0 : limit[b], most = s < 0 ? 0 : reach[b];
+  const int span = Width * Levels, first = b * span;
+  const long long base = (long long)b * C;
+  if (i == 0) used = picked = 0;
+  __syncthreads();
+
+  // an empty tree at first; the requests in use come before the others
+  if (level == 0) {
+    for (int c = i; c < C; c += blockDim.x) candidate_prob[base + c] = -1.0f;
+    for (int n = i; n < span; n += blockDim.x) {
+      const int row = first + n;
+      token[row] = request[row] = -1;
+      parent[row] = UNUSED;
+      depth[row] = position[row] = kv_slot[row] = 0;
+      for (int j = 0; j < WORDS; j++) ancestors[row * (long long)WORDS + j] = 0u;
+    }
+    for (int j = i; j < B; j += blockDim.x) {
+      if (slot[j] >= 0) atomicAdd(&used, 1);
+    }
+    __syncthreads();
+    if (i == 0) {
+      start[b] = min(b, used) * span;
+      if (b == B - 1) start[B] = used * span;
+      committed[b] = T;
+      chain[b] = run[b] = 0;
+    }
+    __syncthreads();
+  }
+
+  // children: p(child) = p(parent) p(token)
+  const int w = i / Top, parents = level ? Width : 1, from = b * parents + w;  // from: the row of ids
+  const int c = (level ? Top + (level - 1) * Width * Top : 0) + i;             // its place
+  int above = -1, up = -1;                                                     // its parent, and that one's row
+  float p = -1.0f;
+  if (w < parents) {
+    int id = -1;
+    float at = 1.0f;
+    if (level == 0 && nodes > 0 && most > 0) id = ids[(long long)from * Top + i];
+    if (level > 0) {
+      up = level_row[from];
+      if (up >= 0) {
+        id = ids[(long long)from * Top + i % Top];
+        above = chosen[from];
+        at = candidate_prob[base + above];
+      }
+    }
+    if (id >= 0) p = at * prob[(long long)from * Top + i % Top];
+    candidate_token[base + c] = id;
+    candidate_parent[base + c] = above;
+    candidate_prob[base + c] = p;
+    likely[i] = p;
+  }
+  if (level >= Levels) return;
+
+  // the likeliest children, of equal ones the earlier
+  const int before = run[b], room = level + 1 < most ? min(Width, nodes - before) : 0;
+  __syncthreads();
+  int rank = 0;
+  for (int j = 0; j < parents * Top; j++) rank += likely[j] > p || (likely[j] == p && j < i);
+  const bool pick = p >= 0.0f && p >= worth && rank < room;
+  if (pick) atomicAdd(&picked, 1);
+  if (pick) {
+    const int n = before + rank, row = first + n, to = b * Width + rank;
+    const int t = candidate_token[base + c];
+    chosen[to] = c;
+    level_token[to] = token[row] = t;
+    level_row[to] = row;
+    level_source[to] = level ? B + (level - 1) * B * Width + from : b;
+    level_position[to] = position[row] = T + level;
+    parent[row] = up;
+    depth[row] = level;
+    request[row] = b;
+    kv_slot[row] = T + n;
+    for (int j = 0; j < WORDS; j++) {
+      const unsigned path = up >= 0 ? ancestors[up * (long long)WORDS + j] : 0u;
+      ancestors[row * (long long)WORDS + j] = path | (n / 32 == j ? 1u << n % 32 : 0u);
+    }
+  }
+  __syncthreads();
+  if (i == 0) run[b] = before + picked;
+  if (i >= picked && i < Width) {
+    const int to = b * Width + i;
+    chosen[to] = level_token[to] = level_row[to] = level_source[to] = -1;
+    level_position[to] = 0;
+  }
+}
+
+// The slot's draft: its likeliest candidates, the likelier first, of equal ones the earlier; so parents come first
+extern "C" __global__ void __launch_bounds__(MOST) keep(
+    const int* __restrict__ candidate_token,   // [B, C]
+    const int* __restrict__ candidate_parent,  // [B, C]
+    const float* __restrict__ candidate_prob,  // [B, C] -1: no candidate
+    const int* __restrict__ slot,              // [B]
+    const int* __restrict__ limit,             // [B] nodes of a draft at most
+    int* __restrict__ draft_token,             // [Slots, L]
+    int* __restrict__ draft_parent,            // [Slots, L]
+    float* __restrict__ draft_prob,            // [Slots, L]
+    int* __restrict__ draft_count,             // [Slots]
+    int C,
+    int L,
+    float least)  // probability
+{
+  __shared__ float likely[MOST];
+  __shared__ int place[MOST];
+  __shared__ int found;
+  const int b = blockIdx.x, s = slot[b], c = threadIdx.x;
+  const long long base = (long long)b * C, to = (long long)s * L;
+  if (s < 0) return;
+  const int room = min(limit[b], L);
+  const float p = c < C ? candidate_prob[base + c] : -1.0f;
+  const bool kept = p >= 0.0f && p >= least;
+  if (c == 0) found = 0;
+  if (c < C) likely[c] = kept ? p : -1.0f;
+  __syncthreads();
+  int rank = 0;
+  for (int j = 0; j < C; j++) rank += likely[j] > p || (likely[j] == p && j < c);
+  if (c < C) place[c] = rank;
+  if (kept) atomicAdd(&found, 1);
+  __syncthreads();
+  if (kept && rank < room) {
+    const int above = candidate_parent[base + c];
+    draft_token[to + rank] = candidate_token[base + c];
+    draft_parent[to + rank] = above < 0 ? -1 : place[above];
+    draft_prob[to + rank] = p;
+  }
+  if (c == 0) draft_count[s] = max(0, min(found, room));
+}
