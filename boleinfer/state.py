@@ -14,7 +14,7 @@ import numpy as np
 from boleinfer.config import ModelConfig
 from boleinfer.forest import Forest
 from boleinfer.memory import Allocator, OutOfPlaces, buffer
-from boleinfer.ops import conv, gdn
+from boleinfer.ops import gdn, gdn_inputs
 from boleinfer.ops.attention import move_kv
 
 
@@ -175,7 +175,7 @@ class State:
         forest, C = batch.forest, self._ring_capacity
         for layer, factors in zip(self.layers, pending):
             if isinstance(layer, GDNLayer) and factors is not None:
-                conv.commit_window(factors.x, layer.window, batch.slot, paths)
+                gdn_inputs.commit_window(factors.x, layer.window, batch.slot, forest, paths)
                 gdn.commit(layer.S, layer.ring, factors.k, factors.u, factors.g, batch.slot, paths)
         for b, path in enumerate(paths):
             slot, m, T = batch.slot[b], len(path), int(forest.committed[b])

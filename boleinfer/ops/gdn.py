@@ -1,4 +1,4 @@
-"""Gated delta rule on a forest: gates, the recurrence, its chunk and tree forms, and how accepted rows are committed.
+"""Gated delta rule on a forest: the recurrence, its chunk and tree forms, and how accepted rows are committed.
 
 Knows no other op and no model. In every function below
 * `g` is the natural-log decay (<= 0, -inf allowed: a full reset), G its sum along the root path;
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from boleinfer.forest import Forest, Tree
-from boleinfer.ops import Case, sigmoid
+from boleinfer.ops import Case
 
 CHUNK = 64  # rows of a long chain taken at once
 BLOCK = 16  # rows of the triangular system inverted at once
@@ -43,16 +43,6 @@ class Ring(NamedTuple):
         """Views of the valid k, u and g of one slot."""
         c = int(self.length[slot])
         return self.k[slot, :c], self.u[slot, :c], self.g[slot, :c]
-
-
-def gates(a: np.ndarray, b: np.ndarray, A_log: np.ndarray, dt_bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """g = -e^{A_log} softplus(a + dt_bias) and beta = sigmoid(b), both [R, Hv] in a's dtype, for any finite input.
-
-    a, b: [R, Hv]; A_log, dt_bias: [Hv], in float32 or wider (narrower storage shifts every decay).
-    softplus(x) = log(e^0 + e^x), which is x itself for large x and never overflows. Source: HF Qwen3-Next.
-    """
-    g = np.logaddexp(0, a + dt_bias) * -np.exp(A_log)
-    return g.astype(a.dtype, copy=False), sigmoid(b)
 
 
 def recurrent(
@@ -286,19 +276,10 @@ def _forest_case(trees: list[list[int]], C: int, Hk: int, Hv: int, K: int, V: in
     return Case(f"R={'+'.join(str(len(p)) for p in trees)} C={C} Hk={Hk} Hv={Hv} K={K} V={V}", build)
 
 
-def _gates_case(R: int, Hv: int) -> Case:
-    def build(rng: np.random.Generator) -> dict[str, Any]:
-        a, b = rng.normal(0, 30, (2, R, Hv))
-        return {"a": a, "b": b, "A_log": rng.normal(0, 3, Hv), "dt_bias": rng.standard_normal(Hv)}
-
-    return Case(f"R={R} Hv={Hv}", build)
-
-
 _RAGGED = [-1, 0, 0, 1, 2, 1, 3, -1, 4, 7, 6]
 _LONG = list(range(-1, 128))
 _PATHS = [(1, 1, 1, 3, 5), (3, 1, 3, 7, 5), (65, 2, 4, 128, 128), (256, 16, 32, 128, 128)]
 CASES = {
-    "gates": [_gates_case(R, Hv) for R, Hv in [(1, 1), (65, 3), (16, 32)]],
     "recurrent": [_path_case(*sizes) for sizes in _PATHS],
     "chunked": [_path_case(*sizes) for sizes in _PATHS],
     "gdn": [

@@ -5,8 +5,8 @@ import pytest
 
 from boleinfer.forest import Forest
 from boleinfer.ops.attention import tree_attention, write_kv
-from boleinfer.ops.conv import causal_conv, commit_window
 from boleinfer.ops.gdn import Ring, commit, fold, gdn, ring_after
+from boleinfer.ops.gdn_inputs import causal_conv, commit_window
 from tests import strategies as some
 
 Hk, Hv, K, V, W, P, slots = 1, 2, 4, 3, 4, 16, 3
@@ -36,7 +36,7 @@ class Layers:
         o, u = gdn(q, k, v, g, beta, self.S, self.ring, slot, forest)
         write_kv(k, q, self.k, self.v, self.table, forest)
         a = tree_attention(qk, self.k, self.v, self.table, forest, 1.0)
-        commit_window(x, self.window, slot, [np.arange(n)])
+        commit_window(x, self.window, slot, forest, [np.arange(n)])
         commit(self.S, self.ring, k, u, g, slot, [np.arange(n)])
         self.ring.length[1] = ring_after(int(self.ring.length[1]), n, self.ring.k.shape[1])
         self.T += n

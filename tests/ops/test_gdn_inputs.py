@@ -1,4 +1,4 @@
-"""The convolution on a forest: every node equals a plain run over its root path, commits equal feeding the path."""
+"""What GDN reads, on a forest: every node equals a plain run over its root path, commits equal feeding the path."""
 
 import math
 
@@ -7,9 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.qwen3_next import modeling_qwen3_next as hf
 
 from boleinfer.forest import Forest
-from boleinfer.ops.conv import causal_conv, commit_window
+from boleinfer.ops.gdn_inputs import causal_conv, commit_window, gates, gdn_inputs, l2_norm
 from tests import strategies as some
 
 
@@ -52,7 +53,7 @@ def test_nodes_equal_their_root_path_and_commits_equal_feeding_it(data, seed, dt
                 path = forest.start[b] + tree.path(n)
                 some.assert_near(y[path[-1]], plain_run([*histories[b], *x[path]], w), f"request {b} node {n}")
         paths = data.draw(some.accepted(forest))
-        commit_window(x, window, slot, paths)
+        commit_window(x, window, slot, forest, paths)
         for b, path in enumerate(paths):
             histories[b] += list(x[path])
             np.testing.assert_array_equal(window[slot[b]], window_of(histories[b], W - 1, Cc))
@@ -72,7 +73,7 @@ def test_f06_prompts_shorter_than_the_window(prompt, piece):
         y = causal_conv(x[first:last], w, window, slot, forest)
         for n in range(first, last):
             some.assert_near(y[n - first], plain_run(x[: n + 1], w))
-        commit_window(x[first:last], window, slot, [np.arange(last - first)])
+        commit_window(x[first:last], window, slot, forest, [np.arange(last - first)])
         np.testing.assert_array_equal(window[0], window_of(x[:last], W - 1, Cc))
 
 
@@ -81,7 +82,9 @@ def test_f17_a_commit_touches_only_its_own_slots():
     window = rng.standard_normal((9, 3, 4)).astype(np.float32)
     x = rng.standard_normal((6, 4)).astype(np.float32)
     kept = window.copy()
-    commit_window(x, window, np.asarray([8, 0, 4]), [np.asarray([0, 2]), np.asarray([], np.int32), np.asarray([5])])
+    forest = Forest.of([some.tree_of(p) for p in ([-1, 0, 0], [-1], [-1, 0])], [0, 0, 0])
+    paths = [np.asarray([0, 2]), np.asarray([], np.int32), np.asarray([5])]
+    commit_window(x, window, np.asarray([8, 0, 4]), forest, paths)
     changed = [s for s in range(9) if window[s].tobytes() != kept[s].tobytes()]
     assert changed == [4, 8]
 
@@ -103,3 +106,68 @@ def test_a_chain_equals_torch(T):
     expected = torch.nn.functional.silu(torch.conv1d(inputs, torch.from_numpy(w)[:, None], groups=6))[0].T.numpy()
     y = causal_conv(x, w, window, np.zeros(1, int), Forest.of([some.tree_of(some.chain(T))], [3]))
     np.testing.assert_allclose(y, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_f18_gates_of_extreme_inputs(dtype):
+    a = np.asarray([[-100, -1, 0, 1, 20, 20.5, 100]], dtype)
+    for A_log in (-10.0, 0.0, 10.0):
+        with np.errstate(over="raise", invalid="raise", divide="raise"):
+            g, beta = gates(a, 10 * a, np.full(7, A_log, dtype), np.zeros(7, dtype))
+        softplus = [max(x, 0) + math.log1p(math.exp(-abs(x))) for x in a[0].tolist()]
+        np.testing.assert_allclose(
+            g[0], [-math.exp(A_log) * s for s in softplus], rtol=3e-6 * (dtype == np.float32) + 1e-13, atol=1e-40
+        )
+        assert (np.exp(g) >= 0).all() and (np.exp(g) <= 1).all() and g.dtype == beta.dtype == dtype
+        np.testing.assert_allclose(beta[0], [0.5 + math.tanh(5 * x) / 2 for x in a[0].tolist()], atol=1e-6)
+
+
+def test_f19_decay_parameters_of_either_sign_and_of_bf16_storage():
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(0, 3, (2, 50, 8)).astype(np.float32)
+    A_log, dt_bias = rng.normal(0, 2, (2, 8)).astype(np.float32)
+    stored = [(x.view(np.uint32) & 0xFFFF0000).view(np.float32) for x in (A_log, dt_bias)]  # what BF16 can hold
+    for A, dt in ((A_log, dt_bias), stored):
+        g, _ = gates(a, b, A, dt)
+        exact = -np.exp(A.astype(np.float64)) * np.log1p(np.exp(a.astype(np.float64) + dt))
+        np.testing.assert_allclose(g, exact, rtol=1e-6)
+        assert (g <= 0).all() and ((np.exp(g) > 0) | (exact < -80)).all()
+    assert np.abs(gates(a, b, A_log, dt_bias)[0] / gates(a, b, *stored)[0] - 1).max() > 1e-3  # narrowing would show
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 63), (65, 5), (2, 3, 128), (0, 7)])
+@pytest.mark.parametrize("eps", [1e-6, 0.1])
+def test_the_l2_norm_equals_a_loop_and_hf(shape, eps):
+    x = np.random.default_rng(len(shape)).standard_normal(shape)
+    out = l2_norm(x, eps)
+    for i in np.ndindex(shape[:-1]):
+        scale = math.sqrt(math.fsum(v * v for v in x[i].tolist()) + eps)
+        np.testing.assert_allclose(out[i], [v / scale for v in x[i].tolist()], rtol=1e-13)
+    narrow = x.astype(np.float32)
+    expected = hf.l2norm(torch.from_numpy(narrow), eps=eps).numpy()
+    np.testing.assert_allclose(l2_norm(narrow, eps), expected, rtol=2e-6, atol=1e-7)
+    assert l2_norm(narrow).dtype == np.float32
+
+
+def test_l2_of_zeros_is_zero_and_of_nan_nan():
+    x = np.ones((3, 4), np.float32)
+    x[1], x[2] = np.nan, 0
+    out = l2_norm(x)
+    assert np.isfinite(out[0]).all() and np.isnan(out[1]).all() and (out[2] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_gdn_inputs_are_its_four_parts(dtype):
+    rng = np.random.default_rng(0)
+    (Hk, K, Hv, V), W, forest = (2, 3, 4, 5), 4, Forest.of([some.tree_of(some.binary(6)), some.tree_of([-1])], [5, 0])
+    R, HkK, Cc = len(forest), Hk * K, 2 * Hk * K + Hv * V
+    qkvz, ba = rng.standard_normal((R, Cc + Hv * V)).astype(dtype), rng.standard_normal((R, 2 * Hv)).astype(dtype)
+    taps, A_log, dt_bias = (rng.standard_normal(shape).astype(dtype) for shape in ((Cc, W), Hv, Hv))
+    window, slot = rng.standard_normal((3, W - 1, Cc)).astype(dtype), np.asarray([2, 0])
+    q, k, v, g, beta = gdn_inputs(qkvz, ba, taps, A_log, dt_bias, window, slot, forest, (Hk, K, Hv, V))
+    y = causal_conv(qkvz[:, :Cc], taps, window, slot, forest)
+    some.assert_near(q, l2_norm(y[:, :HkK].reshape(R, Hk, K)) / math.sqrt(K))
+    some.assert_near(k, l2_norm(y[:, HkK : 2 * HkK].reshape(R, Hk, K)))
+    np.testing.assert_array_equal(v, y[:, 2 * HkK :].reshape(R, Hv, V))
+    np.testing.assert_array_equal((g, beta), gates(ba[:, Hv:], ba[:, :Hv], A_log, dt_bias))
+    assert {out.dtype for out in (q, k, v, g, beta)} == {np.dtype(dtype)}
