@@ -13,6 +13,8 @@ from boleinfer.nvrtc import ToolchainError, cupy_missing
 
 Array = Any  # a NumPy or a CuPy array
 
+NAN_BYTE = 0xFF  # fills any type of number with NaN
+
 _C_TYPES = {dtype: c for c, dtype in reversed(TYPES.items())}
 
 
@@ -32,20 +34,20 @@ def on_gpu(x: Array) -> bool:
 
 def empty(shape: int | tuple[int, ...], dtype: np.typing.DTypeLike) -> Array:
     """A GPU array of undefined contents, from CuPy's current allocator."""
-    return _cupy().empty(shape, dtype)
+    return cupy().empty(shape, dtype)
 
 
 def buffer(shape: tuple[int, ...], dtype: np.typing.DTypeLike, poison: bool = False) -> Array:
     """As memory.buffer, on the GPU."""
     array = empty(shape, dtype)
     if poison:
-        fill(array, 0xFF)
+        fill(array, NAN_BYTE)
     return array
 
 
 def fill(array: Array, byte: int) -> None:
-    """Sets every byte of a contiguous array: 0 for zeros, 0xFF for NaN (-1 in integers)."""
-    if type(array) is np.ndarray or isinstance(array, np.ndarray):
+    """Sets every byte of a contiguous array, wherever it is: 0 for zeros, NAN_BYTE for NaN (-1 in integers)."""
+    if isinstance(array, np.ndarray):
         array.reshape(-1).view(np.uint8)[...] = byte
     elif array.size:
         array.data.memset_async(byte, array.nbytes)
@@ -53,7 +55,7 @@ def fill(array: Array, byte: int) -> None:
 
 def upload(array: np.ndarray) -> Array:
     """A copy on the current GPU."""
-    return _cupy().asarray(array)
+    return cupy().asarray(array)
 
 
 def download(array: Array) -> np.ndarray:
@@ -74,7 +76,7 @@ class Staging:
 
     def __init__(self, nbytes: int) -> None:
         self._memory = pinned(nbytes)
-        self._stream = _cupy().cuda.Stream(non_blocking=True)
+        self._stream = cupy().cuda.Stream(non_blocking=True)
 
     def view(self, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> np.ndarray:
         """The buffer's beginning as an array to write, once its last copy is done."""
@@ -92,12 +94,13 @@ class Staging:
 
 def pinned(nbytes: int) -> np.ndarray:
     """uint8 [nbytes] of page-locked host memory."""
-    memory = _cupy().cuda.alloc_pinned_memory(nbytes)
+    memory = cupy().cuda.alloc_pinned_memory(nbytes)
     return np.frombuffer(memory, np.uint8, nbytes)
 
 
 @functools.cache
-def _cupy() -> Any:
+def cupy() -> Any:
+    """The module, imported when it is needed. Raises ToolchainError where it is missing."""
     try:
         import cupy
     except ImportError as error:

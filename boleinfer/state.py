@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from boleinfer import device
 from boleinfer.config import ModelConfig
+from boleinfer.device import NAN_BYTE, Array
+from boleinfer.device_forest import DeviceForest, Paths
 from boleinfer.forest import Forest
 from boleinfer.memory import Allocator, OutOfPlaces, buffer
 from boleinfer.ops import gdn, gdn_inputs
@@ -20,31 +23,31 @@ from boleinfer.ops.attention import move_kv
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's rows and where each request keeps its memory.
+    """One step's rows and where each request keeps its memory; all of it on the GPU, or none.
 
     slot:       int32 [B], row of the GDN and convolution arrays
     page_table: int32 [B, M], the pages of each request in order of position (-1 past its own)
     """
 
-    forest: Forest
-    slot: np.ndarray
-    page_table: np.ndarray
+    forest: Forest | DeviceForest
+    slot: Array
+    page_table: Array
 
 
 @dataclass(frozen=True)
 class KVLayer:
     """Keys and values of one attention layer, [pages, P, Hkv, Dh] each; keys after norm and rotation."""
 
-    k: np.ndarray
-    v: np.ndarray
+    k: Array
+    v: Array
 
 
 @dataclass(frozen=True)
 class GDNLayer:
     """One GDN layer: the last W-1 convolution inputs [slots, W-1, Cc], the checkpoint S [slots, Hv, K, V], the ring."""
 
-    window: np.ndarray
-    S: np.ndarray
+    window: Array
+    S: Array
     ring: gdn.Ring
 
 
@@ -55,10 +58,10 @@ class Factors:
     x [R, Cc], convolution inputs; k [R, Hk, K], u [R, Hv, V] and log decay g [R, Hv] of the recurrence
     """
 
-    x: np.ndarray
-    k: np.ndarray
-    u: np.ndarray
-    g: np.ndarray
+    x: Array
+    k: Array
+    u: Array
+    g: Array
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ class State:
     pages:     KV pages shared by all of them, page_size positions each
     ring:      C, committed factors a slot may hold before they are folded into its checkpoint
     mtp:       whether to keep the KV of the MTP layer too
+    dtype:     of windows, keys and values; S and what the ring adds to it are float32 on the GPU whatever it is
+    gpu:       whether the arrays lie on the current GPU
     poison:    fill everything with NaN, here and whenever a place is given back (tests)
     """
 
@@ -89,6 +94,7 @@ class State:
         ring: int = 32,
         mtp: bool = False,
         dtype: np.typing.DTypeLike = np.float32,
+        gpu: bool = False,
         poison: bool = False,
     ):
         c = config
@@ -101,23 +107,25 @@ class State:
         self.page_size, self.poison = page_size, poison
         self.slots = Allocator("state slots", slots)
         self.pages = Allocator("KV pages", pages)
-        self.ring_length = np.zeros(slots, np.int32)  # one for all layers: they commit the same rows
+        exact, make = (np.float32, device.buffer) if gpu else (dtype, buffer)
 
-        def of_layers(n: int, *shape: int) -> np.ndarray:
+        def of_layers(n: int, *shape: int, dtype: np.typing.DTypeLike) -> Array:
             """One piece of memory for n layers (large pages of the system then serve small layers too)."""
-            return buffer((n, *shape), dtype, poison)
+            return make((n, *shape), dtype, poison)
 
+        self.ring_length = make((slots,), np.int32)  # one for all layers: they commit the same rows
+        device.fill(self.ring_length, 0)
         gdn_layers = c.layer_types.count("linear_attention")
         attention_layers = len(c.layer_types) - gdn_layers + mtp
         page_shape = (page_size, c.num_key_value_heads, c.head_dim)
         recurrent = zip(
-            of_layers(gdn_layers, slots, c.linear_conv_kernel_dim - 1, 2 * Hk * K + Hv * V),
-            of_layers(gdn_layers, slots, Hv, K, V),
-            of_layers(gdn_layers, slots, ring, Hk, K),
-            of_layers(gdn_layers, slots, ring, Hv, V),
-            of_layers(gdn_layers, slots, ring, Hv),
+            of_layers(gdn_layers, slots, c.linear_conv_kernel_dim - 1, 2 * Hk * K + Hv * V, dtype=dtype),
+            of_layers(gdn_layers, slots, Hv, K, V, dtype=exact),
+            of_layers(gdn_layers, slots, ring, Hk, K, dtype=dtype),
+            of_layers(gdn_layers, slots, ring, Hv, V, dtype=exact),
+            of_layers(gdn_layers, slots, ring, Hv, dtype=exact),
         )
-        paged = zip(*(of_layers(attention_layers, pages, *page_shape) for _ in ("k", "v")))
+        paged = zip(*(of_layers(attention_layers, pages, *page_shape, dtype=dtype) for _ in ("k", "v")))
 
         def kv_layer() -> KVLayer:
             return KVLayer(*next(paged))
@@ -140,11 +148,11 @@ class State:
         if not self.slots.free:
             raise OutOfPlaces(f"all {self.slots.size} state slots are taken")
         place = Place(pages=self.pages.take(self.pages_for(positions)), slot=int(self.slots.take(1)[0]))
-        self.ring_length[place.slot] = 0
+        device.fill(self.ring_length[place.slot : place.slot + 1], 0)
         for layer in self.layers:
             if isinstance(layer, GDNLayer):
-                layer.S[place.slot] = 0
-                layer.window[place.slot] = 0
+                device.fill(layer.S[place.slot], 0)
+                device.fill(layer.window[place.slot], 0)
         return place
 
     def give_back(self, place: Place) -> None:
@@ -155,9 +163,11 @@ class State:
             for layer in [*self.layers, self.mtp]:
                 if isinstance(layer, GDNLayer):
                     for array in (layer.window, layer.S, layer.ring.k, layer.ring.u, layer.ring.g):
-                        array[place.slot] = np.nan
+                        device.fill(array[place.slot], NAN_BYTE)
                 elif layer is not None:
-                    layer.k[place.pages] = layer.v[place.pages] = np.nan
+                    for page in place.pages:
+                        device.fill(layer.k[page], NAN_BYTE)
+                        device.fill(layer.v[page], NAN_BYTE)
 
     def batch(self, forest: Forest, places: Sequence[Place]) -> Batch:
         """The forest together with where its requests live."""
