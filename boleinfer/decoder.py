@@ -26,6 +26,7 @@ class Decoder:
         self.config = config
         self.weights = weights
         self.ffn = ffn
+        self._inv_freq = config.rope.inv_freq()  # [rotary/2]
         self._layers = [_under(weights, f"layers.{i}.") for i in range(config.num_hidden_layers)]
         self._mtp = _under(weights, "mtp.layers.0.") if "mtp.fc" in weights else None
 
@@ -41,7 +42,7 @@ class Decoder:
         (None at attention layers, whose rows already lie in scratch places of the KV pages)."""
         c = self.config
         x = embedding(batch.forest.token, self.weights["embed_tokens"])  # [R, D]
-        rotation = rope_table(batch.forest.position, c.rope)
+        rotation = rope_table(batch.forest.position, self._inv_freq, c.rope.attention_factor)
         pending: list[Factors | None] = []
         for w, memory in zip(self._layers, state.layers):
             h = rms_norm(x, w["input_layernorm"], c.rms_norm_eps)
@@ -77,7 +78,8 @@ class Decoder:
         h = rms_norm(hidden, self.weights["mtp.pre_fc_norm_hidden"], eps)
         x = linear(np.concatenate([e, h], axis=1), self.weights["mtp.fc"])  # [n, D]
         position = batch.forest.position
-        rotation = rope_table(position if rows is None else position[rows], c.rope)
+        position = position if rows is None else position[rows]
+        rotation = rope_table(position, self._inv_freq, c.rope.attention_factor)
         h = rms_norm(x, w["input_layernorm"], eps)
         x = x + gated_attention(h, w["self_attn"], c, memory, batch, rotation, rows)
         x = x + self.ffn(rms_norm(x, w["post_attention_layernorm"], eps), w["mlp"], c)

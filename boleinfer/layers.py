@@ -11,13 +11,13 @@ from collections.abc import Mapping
 import numpy as np
 
 from boleinfer.config import ModelConfig
-from boleinfer.ops.attention import tree_attention, write_kv
+from boleinfer.ops.attention import tree_attention
+from boleinfer.ops.attention_inputs import rope, write_kv
 from boleinfer.ops.gdn import gdn
 from boleinfer.ops.gdn_inputs import causal_conv, gates, l2_norm
 from boleinfer.ops.linear import linear, sigmoid, swiglu
 from boleinfer.ops.moe import moe
 from boleinfer.ops.norms import gated_rms_norm, rms_norm
-from boleinfer.ops.rope import rope
 from boleinfer.state import Batch, Factors, GDNLayer, KVLayer
 
 Weights = Mapping[str, np.ndarray]

@@ -1,4 +1,4 @@
-"""Attention of a forest over paged KV, and the writing and moving of KV rows. Knows no other op and no model.
+"""Attention of a forest over paged KV, and the moving of KV rows. Knows no other op and no model.
 
 Slot i of a request lies in page page_table[b, i // P] at offset i % P. The T committed tokens take slots 0 .. T-1, the
 nodes of the tree slots T .. T+N-1 in row order. Slots never written may hold anything, NaN included: they are not read.
@@ -16,30 +16,6 @@ from boleinfer.ops import Case
 SCORES = 1 << 18  # scores held at once, to stay in cache: more query rows are taken in blocks
 
 
-def write_kv(
-    k: np.ndarray,
-    v: np.ndarray,
-    k_pages: np.ndarray,
-    v_pages: np.ndarray,
-    page_table: np.ndarray,
-    forest: Forest,
-    rows: np.ndarray | None = None,
-) -> None:
-    """Write the keys and values of tree rows to their slots, in place.
-
-    k, v: [n, Hkv, Dh], of all R rows, or of the flat rows `rows` (int [n])
-    k_pages, v_pages: [pages, P, Hkv, Dh]; page_table: int32 [B, M]
-    Raises IndexError where a row has no page (page id below 0, or beyond the table).
-    """
-    slot, request = (forest.kv_slot, forest.request) if rows is None else (forest.kv_slot[rows], forest.request[rows])
-    page, offset = np.divmod(slot, k_pages.shape[1])
-    page = page_table[request, page]
-    if len(page) and page.min() < 0:
-        raise IndexError("a tree row has no KV page: allocate pages for committed length + nodes before writing")
-    k_pages[page, offset] = k
-    v_pages[page, offset] = v
-
-
 def tree_attention(
     q: np.ndarray,
     k_pages: np.ndarray,
@@ -52,7 +28,7 @@ def tree_attention(
     """softmax(scale * q k^T) v of each row over the committed tokens, its ancestors and itself.
 
     q: [n, Hq, Dh], of all R rows, or of the flat rows `rows` (increasing int [n]); query head h reads KV head
-    h // (Hq // Hkv). k_pages, v_pages: [pages, P, Hkv, Dh], with the rows read already written by `write_kv`.
+    h // (Hq // Hkv). k_pages, v_pages: [pages, P, Hkv, Dh], with the rows read already written.
     Returns [n, Hq, Dh] in q's dtype; float32 is within about 5e-7 of float64. A request's KV is read once, or once for
     every SCORES scores where there are more; consecutive pages are read in place, scattered ones gathered first.
     """

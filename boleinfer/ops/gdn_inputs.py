@@ -32,7 +32,8 @@ def gdn_inputs(
         q = l2(silu(conv(q))) / sqrt(K),  k = l2(silu(conv(k))),  v = silu(conv(v))
 
     qkvz: [R, 2 Hk K + 2 Hv V], q, k, v and z side by side (z is not read); ba: [R, 2 Hv], b and then a
-    taps: [2 Hk K + Hv V, W]; A_log, dt_bias: [Hv]; window: [slots, W-1, 2 Hk K + Hv V]; slot: int [B]; sizes: Hk, K, Hv, V
+    taps: [2 Hk K + Hv V, W]; A_log, dt_bias: [Hv]; window: [slots, W-1, 2 Hk K + Hv V]; slot: int [B]
+    sizes: Hk, K, Hv, V
     Returns q, k [R, Hk, K], v [R, Hv, V], g, beta [R, Hv]. On the GPU ba, taps, A_log, dt_bias, g and beta are float32,
     sums too; the others have qkvz's type, to which they are rounded once, and rows without a request stay undefined.
     """

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from boleinfer.forest import Forest
 from boleinfer.ops import attention
-from boleinfer.ops.attention import move_kv, tree_attention, write_kv
+from boleinfer.ops.attention import move_kv, tree_attention
+from boleinfer.ops.attention_inputs import write_kv
 from tests import strategies as some
 
 

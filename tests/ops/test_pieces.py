@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from boleinfer.forest import Forest
-from boleinfer.ops.attention import tree_attention, write_kv
+from boleinfer.ops.attention import tree_attention
+from boleinfer.ops.attention_inputs import write_kv
 from boleinfer.ops.gdn import Ring, commit, fold, gdn, ring_after
 from boleinfer.ops.gdn_inputs import causal_conv, commit_window
 from tests import strategies as some

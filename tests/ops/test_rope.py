@@ -9,9 +9,14 @@ from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next import modeling_qwen3_next as hf
 
 from boleinfer.config import RopeConfig
-from boleinfer.ops.rope import rope, rope_table
+from boleinfer.ops.attention_inputs import rope
+from boleinfer.ops.rope import rope_table
 
 PLAIN = RopeConfig("default", 1e7, 64)
+
+
+def table(position, config, dtype=np.float32):
+    return rope_table(position, config.inv_freq(), config.attention_factor, dtype)
 
 
 def hf_config(parameters, head_dim=256, length=4096):
@@ -22,7 +27,7 @@ def hf_config(parameters, head_dim=256, length=4096):
 def test_rope_turns_pairs_of_halves(shape, rotary):
     rng = np.random.default_rng(rotary)
     x, position = rng.standard_normal(shape), rng.integers(0, 300_000, shape[0])
-    cos, sin = rope_table(position, RopeConfig("default", 1e4, rotary), np.float64)
+    cos, sin = table(position, RopeConfig("default", 1e4, rotary), np.float64)
     out = rope(x, cos, sin)
     for r, h in np.ndindex(shape[:2]):
         for i in range(rotary // 2):
@@ -53,7 +58,7 @@ def test_rope_equals_hf(parameters, config):
     q = torch.from_numpy(x).transpose(0, 1)[None]  # [1, H, R, Dh]
     cos, sin = hf.Qwen3NextRotaryEmbedding(source)(q, torch.from_numpy(position)[None])
     expected = hf.apply_rotary_pos_emb(q, q, cos, sin)[0][0].transpose(0, 1).numpy()
-    out = rope(x, *rope_table(position, config))
+    out = rope(x, *table(position, config))
     assert out.dtype == np.float32
     np.testing.assert_allclose(out[:5], expected[:5], atol=3e-4)  # HF forms the angles in float32: 1000 * 2^-24
     np.testing.assert_allclose(out, expected, atol=2e-3)
@@ -64,7 +69,7 @@ def test_the_product_of_two_turned_heads_depends_on_their_distance_alone():
     q, k = rng.standard_normal((2, 1, 1, 256)).astype(np.float32)
 
     def score(a, b):
-        cos, sin = rope_table(np.asarray([a, b]), PLAIN)
+        cos, sin = table(np.asarray([a, b]), PLAIN)
         return float(np.vdot(rope(q, cos[:1], sin[:1]), rope(k, cos[1:], sin[1:])))
 
     for start in (1, 1000, 262_000, 1_010_000):  # float32 angles would be off by a few 1e-2 at the last
@@ -72,8 +77,8 @@ def test_the_product_of_two_turned_heads_depends_on_their_distance_alone():
 
 
 def test_no_row_leaves_no_row_and_the_argument_untouched():
-    cos, sin = rope_table(np.zeros(0, np.int64), PLAIN)
+    cos, sin = table(np.zeros(0, np.int64), PLAIN)
     assert rope(np.zeros((0, 2, 256), np.float32), cos, sin).shape == (0, 2, 256)
     x = np.ones((1, 1, 256), np.float32)
-    assert not np.shares_memory(rope(x, *rope_table(np.asarray([3]), PLAIN)), x)
+    assert not np.shares_memory(rope(x, *table(np.asarray([3]), PLAIN)), x)
     assert (x == 1).all()
