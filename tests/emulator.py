@@ -8,11 +8,11 @@
         kernels.launch("rms_norm.cu", "rms_norm", R, 256, args, constants={"Act": "bf16"})   # or directly
     out.get()                             # a NumPy array
 
-A launch is checked by the lines that check a real one. Blocks run one after another; in a block each warp runs as far as
-it gets, in the given order. What is found: wrong results, deadlocks, misaligned and wild accesses, indices outside arrays
-of fixed size, writes beyond an array (guard zones) and beyond dynamic shared memory, reads of what was never written
-(device.empty, shared memory and the targets of cp_async16 before the wait hold 0xff bytes: NaN, -1), and races that another
-order of threads shows. Not found: what depends on timing, on warps in lockstep, on registers and occupancy.
+A launch is checked by the lines that check a real one. Blocks run one after another; in a block each warp runs as far
+as it gets, in the given order. Found are wrong results, deadlocks, misaligned and wild accesses, indices outside arrays
+of fixed size, writes beyond an array (guard zones) or beyond dynamic shared memory, reads of what was never written
+(device.empty, shared memory and the targets of cp_async16 before the wait hold 0xff bytes: NaN, -1), and races that
+another order of threads shows. Not found is what depends on timing, on warps in lockstep, on registers and occupancy.
 Compiled kernels are kept in $BOLEINFER_CACHE or the temporary folder.
 """
 
@@ -44,10 +44,11 @@ _GUARD, _POISON = 4096, 0xFF  # bytes on both sides of an array
 _SHARED = 227 * 1024  # dynamic shared memory of a block on an H200
 _LOCK = threading.Lock()
 _FLAGS = (
-    "-std=c++17 -O1 -fPIC -w -DEMULATED -include emulated.h -fvisibility=hidden -fno-gnu-unique -fno-strict-aliasing "
-    "-fno-ipa-reference -ffp-contract=off -ftrivial-auto-var-init=pattern -fsanitize=alignment,bounds "
-    "-fno-sanitize-recover=all"
-).split()
+    *("-std=c++17", "-O1", "-fPIC", "-w", "-DEMULATED", "-include", "emulated.h"),
+    *("-fvisibility=hidden", "-fno-gnu-unique"),  # each library's shared memory is its own
+    *("-fno-strict-aliasing", "-fno-ipa-reference", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern"),
+    *("-fsanitize=alignment,bounds", "-fno-sanitize-recover=all"),
+)
 _EXTERN_SHARED = re.compile(
     r"extern\s+__shared__\s+(?:alignas\([^)]*\)\s*|__align__\([^)]*\)\s*)?(?P<type>[\w:]+(?:\s+\w+)*?)\s+"
     r"(?:__align__\([^)]*\)\s*)?(?P<name>\w+)\s*\[\s*\]\s*;"
@@ -60,7 +61,7 @@ def missing() -> str:
 
 
 class EmulatedArray(np.ndarray):
-    """An array of the emulated GPU, with what the program uses of CuPy's: views, copies, get, set. Arithmetic is refused."""
+    """An array of the emulated GPU with what the program uses of CuPy's: views, get, set. Arithmetic is refused."""
 
     _block: np.ndarray | None = None  # the bytes of the allocation with its guard zones
 
@@ -111,6 +112,22 @@ def upload(array: np.ndarray) -> EmulatedArray:
     return out
 
 
+class _Staging:
+    """device.Staging, whose copies are done at once."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = np.empty(nbytes, np.uint8)
+
+    def view(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return self._memory[: int(np.prod(shape)) * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
+
+    def copy_to(self, out: EmulatedArray) -> None:
+        out.view(np.ndarray).reshape(-1).view(np.uint8)[...] = self._memory[: out.nbytes]
+
+    def wait(self) -> None:
+        pass
+
+
 @contextlib.contextmanager
 def emulated(order: str = "forward", seed: int = 0) -> Iterator[None]:
     """Ops on arrays from device.upload and device.empty run their kernels on the CPU, threads in the given order."""
@@ -119,6 +136,8 @@ def emulated(order: str = "forward", seed: int = 0) -> Iterator[None]:
         mock.patch.object(device, "empty", empty),
         mock.patch.object(device, "upload", upload),
         mock.patch.object(device, "download", lambda array: array.get()),
+        mock.patch.object(device, "pinned", lambda nbytes: np.empty(nbytes, np.uint8)),
+        mock.patch.object(device, "Staging", _Staging),
         mock.patch.object(kernels, "open_gpu", lambda: gpu),
         mock.patch.object(kernels, "_module", _Module),
         mock.patch.object(kernels, "launch", functools.partial(_launch, kernels.launch)),
