@@ -53,6 +53,16 @@ def fill(array: Array, byte: int) -> None:
         array.data.memset_async(byte, array.nbytes)
 
 
+def write(out: Array, values: Array) -> None:
+    """Queues a copy over a contiguous GPU array from one of the same shape and type, on the host or on the GPU."""
+    if isinstance(out, np.ndarray):
+        out[...] = values
+    elif isinstance(values, np.ndarray):
+        out.data.copy_from_host_async(np.ascontiguousarray(values, out.dtype).ctypes.data, out.nbytes)
+    else:
+        out.data.copy_from_device_async(values.data, out.nbytes)
+
+
 def upload(array: np.ndarray) -> Array:
     """A copy on the current GPU."""
     return cupy().asarray(array)

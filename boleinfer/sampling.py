@@ -25,6 +25,13 @@ class BrokenLogits(ValueError):
     """A row of logits from which no token can be drawn; the message says why. It concerns one request only."""
 
 
+BROKEN = {
+    code: f"the model's logits hold {kind}; the request cannot go on"
+    for code, kind in ((-1, "NaN"), (-2, "an infinite value"), (-3, "no token that may be drawn"))
+}
+"""Why no token was drawn, by what a kernel gives in its place."""
+
+
 def new_seed() -> int:
     """An unpredictable seed, 63 bits."""
     return secrets.randbits(63)
@@ -239,8 +246,7 @@ def accept(
 
 def _check(x: np.ndarray, largest: np.floating) -> None:
     if not np.isfinite(largest):
-        kind = "NaN" if np.isnan(largest) else "an infinite value" if largest > 0 else "no token that may be drawn"
-        raise BrokenLogits(f"the model's logits hold {kind}; the request cannot go on")
+        raise BrokenLogits(BROKEN[-1 if np.isnan(largest) else -2 if largest > 0 else -3])
 
 
 def _largest(x: np.ndarray, k: int) -> np.ndarray:

@@ -33,6 +33,12 @@ class Work:
         """Rows that are guesses."""
         return len(self.tree) - self.known
 
+    @property
+    def draft(self) -> Tree:
+        """The guesses alone; their roots follow the last known token."""
+        t, m = self.tree, self.known
+        return Tree(t.token[m:], np.where(t.parent[m:] < m, -1, t.parent[m:] - m), t.prob[m:])
+
 
 def grow(known: Sequence[int], draft: Tree) -> Tree:
     """The chain of known tokens with the drafted roots as children of its last node."""

@@ -104,7 +104,7 @@ class State:
             c.linear_num_value_heads,
             c.linear_value_head_dim,
         )
-        self.page_size, self.poison = page_size, poison
+        self.page_size, self.poison, self.dtype = page_size, poison, np.dtype(dtype)
         self.slots = Allocator("state slots", slots)
         self.pages = Allocator("KV pages", pages)
         exact, make = (np.float32, device.buffer) if gpu else (dtype, buffer)

@@ -1,0 +1,93 @@
+"""Runs a step's kernels: launched one by one, or once captured and then replayed as one graph. Knows no kernel.
+
+All steps share one stream and one memory pool. A step's arrays are freed while it is captured, so their memory serves
+the next kernels of the same graph and of all other graphs: on one stream they never run at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+from boleinfer import device
+
+
+class Eager:
+    """Launches everything each time; for debugging, and where there is no graph to capture."""
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """Inside it arrays come from the step's memory and kernels go to its stream."""
+        yield
+
+    def ready(self, key: Hashable) -> bool:
+        """Whether a step of this key needs no rehearsal."""
+        return True
+
+    def rehearse(self, key: Hashable, step: Callable[[], object]) -> None:
+        """Runs a step that changes nothing (its batch is empty), and captures it."""
+
+    def run(self, key: Hashable, step: Callable[[], object]) -> None:
+        """Runs the step."""
+        step()
+
+
+class Graphs:
+    """Captures each key's step at its rehearsal and replays it from then on: no launch from Python, no allocation.
+
+    replays: steps that ran as a graph so far
+    """
+
+    def __init__(self) -> None:
+        cupy = device.cupy()
+        self._cupy = cupy
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self._pool = cupy.cuda.MemoryPool()
+        self._graphs: dict[Hashable, tuple[Any, object] | None] = {}
+        self.replays = 0
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """As Eager.on."""
+        with self.stream, self._cupy.cuda.using_allocator(self._pool.malloc):
+            yield
+
+    @property
+    def pool_bytes(self) -> int:
+        """Device memory that the steps hold beside weights and state."""
+        return int(self._pool.total_bytes())
+
+    def ready(self, key: Hashable) -> bool:
+        """As Eager.ready."""
+        return key in self._graphs
+
+    def rehearse(self, key: Hashable, step: Callable[[], object]) -> None:
+        """As Eager.rehearse. A step that cannot be captured is launched kernel by kernel from then on, with a warning."""
+        with self.on():
+            step()  # compiles what is not compiled yet and makes the pool large enough
+            self.stream.synchronize()
+            self.stream.begin_capture()
+            problem, kept = None, None
+            try:
+                kept = step()  # arrays that are read after the graph has run
+            except Exception as error:
+                problem = error
+            try:
+                graph = self.stream.end_capture()
+            except self._cupy.cuda.runtime.CUDARuntimeError as error:
+                problem = problem or error
+        if problem is not None:
+            warnings.warn(f"step {key} cannot be captured and runs kernel by kernel: {problem}", stacklevel=2)
+        self._graphs[key] = None if problem is not None else (graph, kept)
+
+    def run(self, key: Hashable, step: Callable[[], object]) -> None:
+        """As Eager.run: replays the key's graph where it has one."""
+        with self.on():
+            captured = self._graphs.get(key)
+            if captured is None:
+                step()
+            else:
+                captured[0].launch(self.stream)
+                self.replays += 1
