@@ -106,6 +106,7 @@ class Sampler:
     history: its tokens so far, the prompt at first; whoever commits a token appends it there
     end_ids: the model's end tokens (min_tokens forbids them for a while, unless params.ignore_eos)
     allowed: bool [vocab], False at rows of the output matrix that are no token; these are never drawn
+    early_ids: int64, ascending: what min_tokens forbids
     Raises ValueError when params name an id outside the vocabulary.
     """
 
@@ -128,7 +129,7 @@ class Sampler:
         self._bias = np.fromiter(bias.values(), np.float64, len(bias))
         self._never = np.flatnonzero(~allowed)
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(end_ids))
-        self._early = np.asarray(sorted(ends), np.int64)
+        self.early_ids = np.asarray(sorted(ends), np.int64)
 
     def sample(self, logits: np.ndarray, path: Sequence[int] = ()) -> int:
         """The token that follows the history and then `path`.
@@ -197,7 +198,7 @@ class Sampler:
     def _adjusted(self, logits: np.ndarray, path: Sequence[int]) -> np.ndarray:
         """The logits after bias, penalties and forbidden ids: a new float64 [vocab]; `logits` when nothing applies."""
         p, h = self.params, self.history
-        early = self._early if h.generated + len(path) < p.min_tokens else self._early[:0]
+        early = self.early_ids if h.generated + len(path) < p.min_tokens else self.early_ids[:0]
         if not (p.penalises or len(self._bias) or len(early) or len(self._never)):
             return logits
         x = logits.astype(np.float64)
