@@ -1,4 +1,4 @@
-"""Attention of a forest over paged KV, and the moving of KV rows. Knows no other op and no model.
+"""Attention of a forest over paged KV, and the moving of accepted KV rows. Knows no other op and no model.
 
 Slot i of a request lies in page page_table[b, i // P] at offset i % P. The T committed tokens take slots 0 .. T-1, the
 nodes of the tree slots T .. T+N-1 in row order. Slots never written may hold anything, NaN included: they are not read.
@@ -6,17 +6,39 @@ nodes of the tree slots T .. T+N-1 in row order. Slots never written may hold an
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from boleinfer import device, kernels
+from boleinfer.device import Array
+from boleinfer.device_forest import DeviceForest, Paths
 from boleinfer.forest import Forest, Tree
-from boleinfer.ops import Case
+from boleinfer.ops import Case, sigmoid
 
 SCORES = 1 << 18  # scores held at once, to stay in cache: more query rows are taken in blocks
+SCRATCH = 1 << 28  # bytes on the GPU for the parts of rows whose splits are worked on side by side
+_SIDE_ROWS = 256  # such rows at most
+_TREE_ROWS = 128  # of one request at most
+_BLOCKS = 1024  # blocks worth starting
 
 
-def tree_attention(
+def _or_before(old: Callable[..., Any], is_old: Callable[..., bool]) -> Callable[..., Any]:
+    """Until the callers have changed: calls with the arguments of before go to `old`."""
+
+    def wrap(new: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(new)
+        def either(*args: Any, **kwargs: Any) -> Any:
+            return (old if is_old(*args, **kwargs) else new)(*args, **kwargs)
+
+        return either
+
+    return wrap
+
+
+def _ungated(
     q: np.ndarray,
     k_pages: np.ndarray,
     v_pages: np.ndarray,
@@ -25,13 +47,6 @@ def tree_attention(
     scale: float,
     rows: np.ndarray | None = None,
 ) -> np.ndarray:
-    """softmax(scale * q k^T) v of each row over the committed tokens, its ancestors and itself.
-
-    q: [n, Hq, Dh], of all R rows, or of the flat rows `rows` (increasing int [n]); query head h reads KV head
-    h // (Hq // Hkv). k_pages, v_pages: [pages, P, Hkv, Dh], with the rows read already written.
-    Returns [n, Hq, Dh] in q's dtype; float32 is within about 5e-7 of float64. A request's KV is read once, or once for
-    every SCORES scores where there are more; consecutive pages are read in place, scattered ones gathered first.
-    """
     out = np.empty_like(q)
     cuts = forest.start if rows is None else np.searchsorted(rows, forest.start)
     for b, tree in enumerate(forest.trees):
@@ -48,6 +63,110 @@ def tree_attention(
             seen = mask[:, : slots.stop - T] if isinstance(slots, slice) else mask[:, slots[T:] - T]
             out[lo + i : lo + i + len(n)] = _attend(q[lo + i : lo + i + len(n)], k, v, seen, scale)
     return out
+
+
+@_or_before(_ungated, lambda q, gate, *_, **__: gate.ndim == 4)
+def tree_attention(
+    q: Array,
+    gate: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    forest: Forest | DeviceForest,
+    scale: float,
+    rows: Array | None = None,
+) -> Array:
+    """softmax(scale * q k^T) v of each row over the committed tokens, its ancestors and itself, times sigmoid(gate).
+
+    q, gate: [n, Hq, Dh], of all R rows, or of the flat rows `rows` (int32 [n], increasing; on the GPU in any order, -1
+    for none); query head h reads KV head h // (Hq // Hkv). gate may be a view with rows further apart.
+    k_pages, v_pages: [pages, P, Hkv, Dh], with the rows read already written. page_table: int32 [B, M]
+    Returns [n, Hq, Dh] in q's dtype; rows without a request are undefined on the GPU.
+
+    NumPy: float32 is within about 5e-7 of float64. A request's KV is read once, or once for every SCORES scores where
+    there are more; consecutive pages are read in place, scattered ones gathered first.
+    GPU: Dh 32, 64, 128 or 256. Scores, softmax and sums in float32; with bf16 the weights of the softmax are rounded to
+    bf16, above and below the fraction alike. A row's bits depend on its own request alone, and not on the number of
+    rows beside it. Scratch memory: SCRATCH bytes and 4 n Hq Dh, at most.
+    """
+    if isinstance(forest, DeviceForest):
+        return _launch(q, gate, k_pages, v_pages, page_table, forest, scale, rows)
+    out = np.empty_like(q)
+    cuts = forest.start if rows is None else np.searchsorted(rows, forest.start)
+    for b, tree in enumerate(forest.trees):
+        lo, hi = int(cuts[b]), int(cuts[b + 1])
+        T = int(forest.committed[b])
+        nodes = np.arange(len(tree)) if rows is None else rows[lo:hi] - forest.start[b]
+        block = max(8, SCORES // (q.shape[1] * (T + len(tree))))
+        for i in range(0, hi - lo, block):
+            n = nodes[i : i + block]
+            mask = tree.ancestors[n]  # [n, N]
+            slots = _slots_read(mask, T)
+            k = _rows_of(k_pages, page_table[b], slots)  # [T+, Hkv, Dh]
+            v = _rows_of(v_pages, page_table[b], slots)
+            seen = mask[:, : slots.stop - T] if isinstance(slots, slice) else mask[:, slots[T:] - T]
+            out[lo + i : lo + i + len(n)] = _attend(q[lo + i : lo + i + len(n)], k, v, seen, scale)
+    out *= sigmoid(np.ascontiguousarray(gate))
+    return out
+
+
+def _launch(
+    q: Array,
+    gate: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    forest: DeviceForest,
+    scale: float,
+    rows: Array | None,
+) -> Array:
+    """The two kernels. Grids depend on the sizes of arrays alone."""
+    (n, Hq, Dh), (B, M), (P, Hkv) = q.shape, page_table.shape, k_pages.shape[1:3]
+    act, ratio = device.c_type(q), Hq // Hkv
+    if Dh not in (32, 64, 128, 256) or Hq % Hkv or act not in ("bf16", "float"):
+        raise kernels.KernelError(
+            f"tree_attention: {Hq} query heads, {Hkv} KV heads of width {Dh} in {act}; the GPU takes widths 32, 64, "
+            "128 and 256, whole numbers of query heads for each KV head, bf16 and float"
+        )
+    out = device.empty(q.shape, q.dtype)
+    if not n:
+        return out
+    splits = splits_of(P * M)
+    room = min(n, _SIDE_ROWS, max(1, SCRATCH // (4 * splits * Hq * Dh)))
+    held = room * splits + (0 if room == n <= _TREE_ROWS else n)
+    part_o, part_ml = (device.empty((held, Hq, width), np.float32) for width in (Dh, 2))
+    parts = device.empty((n, 2), np.int32)
+
+    tile = 64 if act == "bf16" and rows is None and n * ratio > 16 * min(B, n) else 16
+    tiles = n * -(-ratio // tile) if rows is not None else n * ratio // tile + min(B, n)
+    workers = max(1, min(splits, _BLOCKS // (tiles * Hkv)))
+    shared = {"Hq": Hq, "rows": rows, "request": forest.request, "part_o": part_o, "part_ml": part_ml, "parts": parts}
+    args = shared | {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table}
+    args |= {name: getattr(forest, name) for name in ("ancestors", "chain", "start", "committed")}
+    args |= {"Hkv": Hkv, "P": P, "B": B, "M": M, "Room": room, "Splits": splits, "scale": scale}
+    grid = tiles, Hkv, workers
+    if act == "bf16":
+        keys, constants = 32 if Dh == 256 else 64, {"Dh": Dh, "Rows": tile, "Act": act}
+        memory = 2 * (tile * Dh + 2 * keys * (max(Dh, tile) + Dh))
+        kernels.launch("tree_attention.cu", "tree_attention", grid, 4 * max(tile, 32), args, None, memory, constants)
+    else:
+        memory = 4 * (16 * (Dh + 1) + 32 * Dh + 16 * 32)
+        constants = {"Dh": Dh, "Act": act}
+        kernels.launch("tree_attention_float.cu", "tree_attention", grid, 128, args, None, memory, constants)
+    args = shared | {"gate": gate, "out": out, "Ldg": gate.strides[0] // gate.dtype.itemsize}
+    kernels.launch(
+        "attention_join.cu", "attention_join", (n, -(-Hq * Dh // 512)), 128, args, constants={"Dh": Dh, "Act": act}
+    )
+    return out
+
+
+def splits_of(slots: int) -> int:
+    """Into how many splits the GPU cuts a context: of 256 slots up to 8192, then 16 for every doubling."""
+    last = max(slots, 1) - 1
+    if last < 8192:
+        return last // 256 + 1
+    octave = (last // 8192).bit_length() - 1
+    return 32 + 16 * octave + ((last - (8192 << octave)) >> (9 + octave)) + 1
 
 
 def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray, scale: float) -> np.ndarray:
@@ -84,18 +203,50 @@ def _rows_of(pages: np.ndarray, table: np.ndarray, slots: slice | np.ndarray) ->
     return held.reshape(-1, *pages.shape[2:])[slots]
 
 
-def move_kv(
+def _move_before(
     k_pages: np.ndarray, v_pages: np.ndarray, page_table_row: np.ndarray, source: np.ndarray, target: np.ndarray
 ) -> None:
-    """Move accepted rows of one request to their committed slots, in place.
-
-    source, target: int [m] slots; they may overlap (all rows are read before any is written).
-    """
     P = k_pages.shape[1]
     read = page_table_row[source // P], source % P
     write = page_table_row[target // P], target % P
     k_pages[write] = k_pages[read]
     v_pages[write] = v_pages[read]
+
+
+@_or_before(_move_before, lambda k_pages, v_pages, page_table, *_, **__: page_table.ndim == 1)
+def move_kv(
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    forest: Forest | DeviceForest,
+    paths: Sequence[np.ndarray] | Paths,
+) -> None:
+    """Move the KV of accepted rows behind the committed tokens, in place: row i of a path to slot T + i.
+
+    k_pages, v_pages: [pages, P, Hkv, Dh]; page_table: int32 [B, M]
+    paths: increasing flat rows, an array for each request; on the GPU Paths
+    """
+    if isinstance(paths, Paths):
+        (_, P, Hkv, Dh), (B, M) = k_pages.shape, page_table.shape
+        width = Hkv * Dh // (16 // k_pages.dtype.itemsize) if Hkv * Dh * k_pages.dtype.itemsize % 16 == 0 else Hkv * Dh
+        args = {
+            "k_pages": k_pages,
+            "v_pages": v_pages,
+            "page_table": page_table,
+            "row": paths.row,
+            "count": paths.count,
+        }
+        args |= {"start": forest.start, "committed": forest.committed, "Hkv": Hkv, "Dh": Dh, "P": P, "M": M}
+        kernels.launch(
+            "move_kv.cu", "move_kv", (B, -(-width // 128)), 128, args, constants={"Act": device.c_type(k_pages)}
+        )
+        return
+    P = k_pages.shape[1]
+    for b, path in enumerate(paths):
+        source = forest.committed[b] + path - forest.start[b]
+        target = forest.committed[b] + np.arange(len(path))
+        read, write = ((page_table[b, slot // P], slot % P) for slot in (source, target))
+        k_pages[write], v_pages[write] = k_pages[read], v_pages[read]
 
 
 def _case(trees: list[list[int]], T: int, P: int, Hq: int, Hkv: int, Dh: int) -> Case:
@@ -105,6 +256,7 @@ def _case(trees: list[list[int]], T: int, P: int, Hq: int, Hkv: int, Dh: int) ->
         forest = Forest.of([Tree.of([0] * len(p), p) for p in trees], [T] * B)
         return {
             "q": rng.standard_normal((len(forest), Hq, Dh)),
+            "gate": rng.standard_normal((len(forest), Hq, Dh)),
             "k_pages": k_pages,
             "v_pages": v_pages,
             "page_table": rng.permutation(B * M).reshape(B, M).astype(np.int32),

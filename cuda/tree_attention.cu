@@ -1,0 +1,293 @@
+// Attention of a forest over paged KV, bf16 on tensor cores: parts (o, m, l) of each query's softmax for attention_join.cu.
+// Definition: tree_attention in boleinfer/ops/attention.py; words and parts are explained in attention.cuh.
+//
+// grid: tiles, Hkv, workers. A block owns a tile of Rows queries of one KV head, and every gridDim.z-th split of the
+// context; of a request with many rows the first worker takes all splits in order. block: 128 threads (Rows = 16) or 256
+// (64). Four warps form a group, with 16 queries (or twice 32) to themselves: of KEYS slots at a time each takes a quarter
+// for the scores and a quarter of the columns for the values. The order of sums does not depend on Rows.
+// shared: 4 bytes x (Rows/2 Dh + KEYS max(Dh, Rows) + KEYS Dh): q, and k and v of two times KEYS slots. The weights of the
+// softmax take the place of their k. Read twice: the KV of a split, once for each tile of its request, from L2.
+//
+// sizes: Dh=32,64,128,256 Rows=16,64 Act=bf16
+#include "attention.cuh"
+#include "mma.cuh"
+
+constexpr int KEYS = Dh == 256 ? 32 : 64;
+constexpr int QUARTERS = 4;
+constexpr int MT = Rows == 16 ? 1 : 2;  // 16-row products of a warp
+constexpr int WARPS = QUARTERS * Rows / (16 * MT), THREADS = WARPS * WARP;
+constexpr int NK = KEYS / QUARTERS / 8, NV = Dh / QUARTERS / 8;  // 8-column products of a warp
+constexpr int K_SIZE = KEYS * (Dh > Rows ? Dh : Rows), STAGE = K_SIZE + KEYS * Dh;
+
+// Element (row, col) of a shared matrix of Width bf16, its 16-byte words permuted so that eight rows use all banks.
+template <int Width>
+__device__ __forceinline__ int at(int row, int col) {
+  const int mix = Width >= 64 ? row % 8 : row / 2 % 4;
+  return row * Width + ((col / 8) ^ mix) * 8 + col % 8;
+}
+
+// Where the KV rows of slots key .. key + KEYS - 1 lie; a lane knows one of its warp's KEYS / WARPS slots.
+struct Pages {
+  static constexpr int OWN = KEYS / WARPS, WORDS = Dh / 8, AT_ONCE = WARP / WORDS;
+  static_assert(OWN % AT_ONCE == 0, "a warp copies whole KV rows of its own");
+  const Act *k, *v;
+  const int* table;
+  int P, Hkv;
+
+  // Offset of the lane's slot, -1 where no query sees it.
+  __device__ long long where(const Queries<Rows>& query, int key, int stop) const {
+    const int lane = threadIdx.x % WARP, slot = key + threadIdx.x / WARP * OWN + lane;
+    if (lane >= OWN || slot >= stop || !query.any_sees(slot)) return -1;
+    return (((long long)table[slot / P] * P + slot % P) * Hkv + blockIdx.y) * Dh;
+  }
+
+  __device__ void copy(bf16* stage, long long own) const {
+    const int lane = threadIdx.x % WARP, first = threadIdx.x / WARP * OWN, col = lane % WORDS * 8;
+#pragma unroll
+    for (int i = 0; i < OWN; i += AT_ONCE) {
+      const int row = i + lane / WORDS;
+      const long long from = __shfl_sync(ALL_LANES, own, row);
+      const int to = at<Dh>(first + row, col);
+      cp_async16(stage + to, k + (from < 0 ? 0 : from + col), from >= 0);
+      cp_async16(stage + K_SIZE + to, v + (from < 0 ? 0 : from + col), from >= 0);
+    }
+  }
+};
+
+// A of rows row .. row+15 and columns col .. col+31 of a shared matrix: two fragments.
+template <int Width>
+__device__ __forceinline__ void load_a(unsigned (&a)[2][4], const bf16* matrix, int row, int col) {
+  const int lane = threadIdx.x % WARP;
+#pragma unroll
+  for (int i = 0; i < 2; i++) ldmatrix_x4(a[i], matrix + at<Width>(row + lane % 16, col + 16 * i + lane / 16 * 8));
+}
+
+__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[2][4], const unsigned (&b)[4]) {
+  const unsigned low[2] = {b[0], b[1]}, high[2] = {b[2], b[3]};
+  mma_m16n8k16(d, a[0], low);
+  mma_m16n8k16(d, a[1], high);
+}
+
+// A warp's share of the softmax over the slots since the last part. Query mt, h is row 16 mt + g + 8 h of its group.
+struct Softmax {
+  float o[MT][NV][4], m[MT][2], l[MT][2];  // l of this lane's slots
+
+  __device__ void clear() {
+#pragma unroll
+    for (int mt = 0; mt < MT; mt++) {
+#pragma unroll
+      for (int n = 0; n < NV; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) o[mt][n][e] = 0.0f;
+#pragma unroll
+      for (int h = 0; h < 2; h++) m[mt][h] = -inf(), l[mt][h] = 0.0f;
+    }
+  }
+
+  // s = q k^T of the warp's queries and its quarter of the slots
+  __device__ static void scores(float (&s)[MT][NK][4], const bf16* q, const bf16* k, int group, int quarter) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int col = 0; col < Dh; col += 32) {
+      unsigned a[MT][2][4], b[4];
+#pragma unroll
+      for (int mt = 0; mt < MT; mt++) load_a<Dh>(a[mt], q, group + 16 * mt, col);
+#pragma unroll
+      for (int n = 0; n < NK; n++) {
+        ldmatrix_x4(b, k + at<Dh>((quarter * NK + n) * 8 + lane % 8, col + lane / 8 * 8));
+#pragma unroll
+        for (int mt = 0; mt < MT; mt++) multiply(s[mt][n], a[mt], b);
+      }
+    }
+  }
+
+  // m = max(m, max s), p = 2^(s - m), l and o scaled to the new m; p to shared memory, over k. Two barriers.
+  __device__ void weigh(float (&s)[MT][NK][4], bf16* p, float (*top)[Rows], int group, int quarter) {
+    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        float most = -inf();
+#pragma unroll
+        for (int n = 0; n < NK; n++) most = fmaxf(most, fmaxf(s[mt][n][2 * h], s[mt][n][2 * h + 1]));
+        most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 2));
+        if (t == 0) top[quarter][group + 16 * mt + 8 * h + g] = most;
+      }
+    __syncthreads();
+#pragma unroll
+    for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int row = group + 16 * mt + 8 * h + g;
+        const float before = m[mt][h];
+        m[mt][h] = fmaxf(fmaxf(fmaxf(before, top[0][row]), fmaxf(top[1][row], top[2][row])), top[3][row]);
+        const float scale = before == m[mt][h] ? 1.0f : exp2f(before - m[mt][h]);
+        const float base = m[mt][h] == -inf() ? 0.0f : m[mt][h];
+        float sum = 0.0f;
+#pragma unroll
+        for (int n = 0; n < NK; n++) {
+          const unsigned pair = pack_bf16(exp2f(s[mt][n][2 * h] - base), exp2f(s[mt][n][2 * h + 1] - base));
+          sum += __uint_as_float(pair << 16) + __uint_as_float(pair & 0xffff0000u);
+          memcpy(p + at<KEYS>(row, (quarter * NK + n) * 8 + 2 * t), &pair, 4);
+        }
+        l[mt][h] = fmaf(l[mt][h], scale, sum);
+#pragma unroll
+        for (int n = 0; n < NV; n++) o[mt][n][2 * h] *= scale, o[mt][n][2 * h + 1] *= scale;
+      }
+    __syncthreads();
+  }
+
+  // o += p v, of the warp's quarter of the columns
+  __device__ void add_values(const bf16* p, const bf16* v, int group, int quarter) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int key = 0; key < KEYS; key += 32) {
+      unsigned a[MT][2][4], b[4];
+#pragma unroll
+      for (int mt = 0; mt < MT; mt++) load_a<KEYS>(a[mt], p, group + 16 * mt, key);
+#pragma unroll
+      for (int n = 0; n < NV; n++) {
+        ldmatrix_x4_trans(b, v + at<Dh>(key + lane, (quarter * NV + n) * 8));
+#pragma unroll
+        for (int mt = 0; mt < MT; mt++) multiply(o[mt][n], a[mt], b);
+      }
+    }
+  }
+};
+
+// Writes the part of a split that has ended, or joins it to the one that lies there (whose m and l are `kept`).
+__device__ void end_split(const Softmax& x, float2 (&kept)[MT][2], bool join, long long skip, const Queries<Rows>& query,
+                          float (*sums)[Rows], int group, int quarter, float* part_o, float* part_ml) {
+  const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float sum = x.l[mt][h];
+      sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+      sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+      if (t == 0) sums[quarter][group + 16 * mt + 8 * h + g] = sum;
+    }
+  __syncthreads();
+#pragma unroll
+  for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int row = group + 16 * mt + 8 * h + g;
+      const float l = (sums[0][row] + sums[1][row]) + (sums[2][row] + sums[3][row]);
+      float2& ml = kept[mt][h];
+      float2 factor = {0.0f, 1.0f};
+      if (join) factor = join_factors(ml.x, x.m[mt][h]);
+      ml = join ? float2{ml.x, joined(ml.y, l, factor)} : float2{x.m[mt][h], l};
+      if (query.place[row] < 0) continue;
+      const long long place = query.place[row] + skip;
+      if (quarter == 0 && t == 0) *reinterpret_cast<float2*>(part_ml + 2 * place) = ml;
+      float* out = part_o + place * Dh + quarter * (NV * 8) + 2 * t;
+#pragma unroll
+      for (int n = 0; n < NV; n++) {
+        float2 o = {x.o[mt][n][2 * h], x.o[mt][n][2 * h + 1]};
+        float2* to = reinterpret_cast<float2*>(out + 8 * n);
+        if (join) o = float2{joined(to->x, o.x, factor), joined(to->y, o.y, factor)};
+        *to = o;
+      }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(
+    const Act* __restrict__ q,               // [Rq, Hq, Dh] aligned 16
+    const Act* __restrict__ k_pages,         // [Pages, P, Hkv, Dh] aligned 16
+    const Act* __restrict__ v_pages,         // [Pages, P, Hkv, Dh] aligned 16
+    const int* __restrict__ page_table,      // [B, M]
+    const int* __restrict__ rows,            // [Rq] or null; rows of the forest, -1 for none
+    const int* __restrict__ request,         // [R]
+    const unsigned* __restrict__ ancestors,  // [R, 4]
+    const int* __restrict__ chain,           // [B]
+    const int* __restrict__ start,           // [B+1]
+    const int* __restrict__ committed,       // [B]
+    float* __restrict__ part_o,              // [Parts, Hq, Dh] aligned 16
+    float* __restrict__ part_ml,             // [Parts, Hq, 2] aligned 16
+    int* __restrict__ parts,                 // [Rq, 2] first part and number of parts of a row
+    int Hq,
+    int Hkv,
+    int P,
+    int B,
+    int M,
+    int Room,
+    int Splits,
+    float scale)
+{
+  extern __shared__ uint4 arena[];
+  __shared__ Queries<Rows> query;
+  __shared__ float exchange[QUARTERS][Rows];
+
+  // the tile; long ones are started first
+  const Trees forest = {rows, request, ancestors, chain, start, committed, B};
+  const int Ratio = Hq / Hkv;
+  const Tile tile = find_tile(forest, gridDim.x - 1 - blockIdx.x, Rows, Ratio, Room, Splits, M * P);
+  if (tile.request < 0) return;
+  const bool side_by_side = tile.step > 1;
+  const int splits = side_by_side ? split_of(tile.end - 1) + 1 : 1;
+  if (blockIdx.z >= splits) return;
+  query.describe(forest, tile, Ratio, Hq);
+  write_parts(tile, Rows, Ratio, splits, parts);
+  __syncthreads();
+
+  // q, zero where there is no query
+  bf16* q_tile = reinterpret_cast<bf16*>(arena);
+  bf16* stages = q_tile + Rows * Dh;
+  for (int word = threadIdx.x; word < Rows * (Dh / 8); word += THREADS) {
+    const int j = word / (Dh / 8), col = word % (Dh / 8) * 8, i = tile.first + j;
+    const bool used = query.place[j] >= 0;
+    const long long from = ((tile.q_row + i / Ratio) * (long long)Hq + blockIdx.y * Ratio + i % Ratio) * Dh + col;
+    cp_async16(q_tile + at<Dh>(j, col), q + (used ? from : 0), used);
+  }
+
+  const int warp = threadIdx.x / WARP, group = warp / QUARTERS * (16 * MT), quarter = warp % QUARTERS;
+  const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+  const Pages pages = {k_pages, v_pages, page_table + (long long)tile.request * M, P, Hkv};
+  Softmax x;
+  float2 kept[MT][2];
+  x.clear();
+  for (int split = splits - 1 - blockIdx.z; split >= 0; split -= gridDim.z) {
+    int begin = split_begin(split), edge = split_begin(split + 1), stop = tile.end;
+    if (side_by_side) stop = min(stop, edge);
+    long long ahead = pages.where(query, begin, stop);
+    __syncthreads();  // all are done with the stages
+    pages.copy(stages, ahead);
+    cp_async_commit();
+    ahead = pages.where(query, begin + KEYS, stop);
+    for (int key = begin, turn = 0; key < stop; key += KEYS, turn ^= 1) {
+      bf16* k = stages + turn * STAGE;
+      cp_async_wait<0>();
+      __syncthreads();  // k and v are here, and all are done with the other stage
+      if (key + KEYS < stop) pages.copy(stages + (turn ^ 1) * STAGE, ahead);
+      cp_async_commit();
+      ahead = pages.where(query, key + 2 * KEYS, stop);
+
+      // s = scale q k^T, in base 2; -inf where the slot is not seen
+      float s[MT][NK][4] = {};
+      Softmax::scores(s, q_tile, k, group, quarter);
+      const bool all = key + KEYS <= query.T;
+#pragma unroll
+      for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+        for (int n = 0; n < NK; n++)
+#pragma unroll
+          for (int e = 0; e < 4; e++) {
+            const int slot = key + (quarter * NK + n) * 8 + 2 * t + e % 2;
+            const bool sees = all || query.sees(group + 16 * mt + g + e / 2 * 8, slot);
+            s[mt][n][e] = sees ? s[mt][n][e] * (scale * LOG2_E) : -inf();
+          }
+      x.weigh(s, k, exchange, group, quarter);
+      x.add_values(k, k + K_SIZE, group, quarter);
+
+      if (key + KEYS < min(stop, edge)) continue;
+      const long long skip = side_by_side ? (long long)split * Hq : 0;
+      end_split(x, kept, !side_by_side && edge > split_begin(1), skip, query, exchange, group, quarter, part_o, part_ml);
+      x.clear();
+      edge = split_begin(split_of(edge) + 1);
+    }
+  }
+}
