@@ -14,7 +14,7 @@ import numpy as np
 from boleinfer import device
 from boleinfer.config import ModelConfig
 from boleinfer.device import NAN_BYTE, Array
-from boleinfer.device_forest import DeviceForest, Paths
+from boleinfer.device_forest import DeviceForest
 from boleinfer.forest import Forest
 from boleinfer.memory import Allocator, OutOfPlaces, buffer
 from boleinfer.ops import gdn, gdn_inputs
@@ -104,7 +104,7 @@ class State:
             c.linear_num_value_heads,
             c.linear_value_head_dim,
         )
-        self.page_size, self.poison, self.dtype = page_size, poison, np.dtype(dtype)
+        self.page_size, self.poison, self.dtype, self.gpu = page_size, poison, np.dtype(dtype), gpu
         self.slots = Allocator("state slots", slots)
         self.pages = Allocator("KV pages", pages)
         exact, make = (np.float32, device.buffer) if gpu else (dtype, buffer)
@@ -186,7 +186,7 @@ class State:
         for layer, factors in zip(self.layers, pending):
             if isinstance(layer, GDNLayer) and factors is not None:
                 gdn_inputs.commit_window(factors.x, layer.window, batch.slot, forest, paths)
-                gdn.commit(layer.S, layer.ring, factors.k, factors.u, factors.g, batch.slot, paths)
+                gdn.commit(layer.S, layer.ring, factors.k, factors.u, factors.g, batch.slot, forest, paths)
         for b, path in enumerate(paths):
             slot, m, T = batch.slot[b], len(path), int(forest.committed[b])
             path = path - forest.start[b]

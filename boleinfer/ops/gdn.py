@@ -20,7 +20,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from boleinfer import device, kernels
+from boleinfer.device import Array
+from boleinfer.device_forest import TREE_ROWS, DeviceForest, Paths
 from boleinfer.forest import Forest, Tree
+from boleinfer.kernels import KernelError
 from boleinfer.ops import Case
 
 CHUNK = 64  # rows of a long chain taken at once
@@ -30,14 +34,14 @@ BLOCK = 16  # rows of the triangular system inverted at once
 class Ring(NamedTuple):
     """Rows committed since the checkpoint S, per slot: a chain before every tree. Entries 0 .. length-1 are valid.
 
-    k: [slots, C, Hk, K]; u: [slots, C, Hv, V]; g: [slots, C, Hv]
-    length: int [slots], shared by all layers, so no op here writes it
+    k: [slots, C, Hk, K]; u: [slots, C, Hv, V]; g: [slots, C, Hv]; on the GPU u and g are float32
+    length: int [slots], shared by all layers: `advance` writes it when all have committed
     """
 
-    k: np.ndarray
-    u: np.ndarray
-    g: np.ndarray
-    length: np.ndarray
+    k: Array
+    u: Array
+    g: Array
+    length: Array
 
     def filled(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Views of the valid k, u and g of one slot."""
@@ -160,21 +164,24 @@ def _decays(g: np.ndarray, ring_g: np.ndarray, ancestors: np.ndarray, dtype: np.
 
 
 def gdn(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    g: np.ndarray,
-    beta: np.ndarray,
-    S: np.ndarray,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    S: Array,
     ring: Ring,
-    slot: np.ndarray,
-    forest: Forest,
-) -> tuple[np.ndarray, np.ndarray]:
+    slot: Array,
+    forest: Forest | DeviceForest,
+) -> tuple[Array, Array]:
     """Outputs o and factors u [R, Hv, V] of all rows of a forest; neither S nor the ring is written.
 
     q, k: [R, Hk, K]; v: [R, Hv, V]; g, beta: [R, Hv]; S: [slots, Hv, K, V]; slot: int [B].
     A chain longer than CHUNK runs in chunks from the folded state, anything else in closed form over [ring | tree].
+    On the GPU q, k, v and o are of one type, all else float32, and what o and u say of unused rows is undefined.
     """
+    if isinstance(forest, DeviceForest):
+        return _launch(q, k, v, g, beta, S, ring, slot, forest)
     o, u = np.empty_like(v), np.empty_like(v)
     for b, nodes in enumerate(forest.trees):
         rows, s = forest.rows(b), slot[b]
@@ -212,20 +219,24 @@ def ring_after(length: int, m: int, C: int) -> int:
 
 
 def commit(
-    S: np.ndarray,
+    S: Array,
     ring: Ring,
-    k: np.ndarray,
-    u: np.ndarray,
-    g: np.ndarray,
-    slot: np.ndarray,
-    paths: Sequence[np.ndarray],
+    k: Array,
+    u: Array,
+    g: Array,
+    slot: Array,
+    forest: Forest | DeviceForest,
+    paths: Sequence[np.ndarray] | Paths,
 ) -> None:
     """Commit the accepted rows of each request, in place, by the rule of `ring_after`.
 
-    S: [slots, Hv, K, V] and ring.k, ring.u, ring.g are written at `slot` only. ring.length is left as it was: the
-    caller sets it by `ring_after` once all layers are done.
-    k: [R, Hk, K]; u: [R, Hv, V]; g: [R, Hv]; paths: B arrays of flat rows from a root downwards, possibly empty
+    S: [slots, Hv, K, V] and ring.k, ring.u, ring.g are written at `slot` only. ring.length is left as it was, for the
+    layers to come: `advance` sets it in the end.
+    k: [R, Hk, K]; u: [R, Hv, V]; g: [R, Hv]
+    paths: B arrays of flat rows from a root downwards, possibly empty (Paths on the GPU)
     """
+    if isinstance(paths, Paths):
+        return _launch_commit(S, ring, k, u, g, slot, forest, paths)
     C = ring.k.shape[1]
     for s, path in zip(slot, paths):
         m, first = len(path), int(ring.length[s])
@@ -239,6 +250,71 @@ def commit(
         else:
             here = slice(first, first + m)
             ring.k[s, here], ring.u[s, here], ring.g[s, here] = k[path], u[path], g[path]
+
+
+def advance(length: Array, slot: Array, paths: Sequence[np.ndarray] | Paths, C: int) -> None:
+    """Ring lengths after all layers have committed, in place, by `ring_after`.
+
+    length: int [slots], written at `slot` only; slot, paths: as in `commit`; C: capacity of the ring
+    """
+    if isinstance(paths, Paths):
+        (B,) = slot.shape
+        args = {"length": length, "slot": slot, "count": paths.count, "B": B, "C": C}
+        return kernels.launch("gdn_advance.cu", "gdn_advance", -(-B // 128), 128, args)
+    for s, path in zip(slot, paths):
+        length[s] = ring_after(int(length[s]), len(path), C)
+
+
+# ---- the GPU ---------------------------------------------------------------------------------------------------------
+
+WIDTHS = 16, 32, 64, 128  # of K and V that the kernels are for
+
+
+def _tiles(k: Array, S: Array, ring: Ring, B: int) -> tuple[dict[str, Any], tuple[int, int, int], int]:
+    """Constants, grid and block: a block takes up to 32 columns of V of one head, 16 where few blocks would run."""
+    Hv, K, V = S.shape[1:]
+    C = ring.k.shape[1]
+    if K not in WIDTHS or V not in WIDTHS or C > CHUNK:
+        raise KernelError(
+            f"gdn: K={K}, V={V} and a ring of {C}; on the GPU K and V are one of {WIDTHS} and a ring holds up to {CHUNK}"
+        )
+    width = min(V, 32 if B * Hv * V >= 4096 else 16)
+    constants = {"Act": device.c_type(k), "K": K, "V": V, "Vt": width}
+    return constants, (V // width, Hv, B), 4 * width
+
+
+def _launch(
+    q: Array, k: Array, v: Array, g: Array, beta: Array, S: Array, ring: Ring, slot: Array, forest: DeviceForest
+) -> tuple[Array, Array]:
+    (R, Hk, K), Hv, C, B = k.shape, v.shape[1], ring.k.shape[1], len(forest.chain)
+    o, u = device.empty(v.shape, v.dtype), device.empty(v.shape, np.float32)
+    constants, grid, block = _tiles(k, S, ring, B)
+    columns = sum(-(-n // BLOCK) * BLOCK for n in (C, min(R, TREE_ROWS)))
+    pitch = columns + 16 * (columns % 32 == 0)
+    shared = 4 * constants["Vt"] * (K + columns) + 8 * BLOCK * pitch + 20 * columns + 16 * TREE_ROWS
+    args = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "S": S, "slot": slot, "o": o, "u": u}
+    args |= {"ring_k": ring.k, "ring_u": ring.u, "ring_g": ring.g, "length": ring.length}
+    args |= {name: getattr(forest, name) for name in ("start", "chain", "parent", "request", "ancestors")}
+    args |= {"Hk": Hk, "Hv": Hv, "C": C, "Cols": columns}
+    if R and B:
+        kernels.launch("gdn.cu", "gdn", grid, block, args, shared=shared, constants=constants)
+    return o, u
+
+
+def _launch_commit(
+    S: Array, ring: Ring, k: Array, u: Array, g: Array, slot: Array, forest: Forest | DeviceForest, paths: Paths
+) -> None:
+    Hk, Hv, C, B = k.shape[1], u.shape[1], ring.k.shape[1], len(slot)
+    constants, grid, block = _tiles(k, S, ring, B)
+    args = {"k": k, "u": u, "g": g, "ring_k": ring.k, "ring_u": ring.u, "ring_g": ring.g, "length": ring.length}
+    args |= {"slot": slot, "start": forest.start, "row": paths.row, "count": paths.count, "Hk": Hk, "Hv": Hv, "C": C}
+    if len(k) and B:
+        kernels.launch("gdn_commit.cu", "gdn_fold", grid, block, args | {"S": S}, constants=constants)
+        if C:
+            kernels.launch("gdn_commit.cu", "gdn_append", (C, B), 256, args, constants=constants)
+
+
+# ---- CASES -----------------------------------------------------------------------------------------------------------
 
 
 def _rows(rng: np.random.Generator, T: int, Hk: int, Hv: int, K: int, V: int) -> dict[str, Any]:

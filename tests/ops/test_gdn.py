@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers.models.qwen3_next import modeling_qwen3_next as hf
 
 from boleinfer.forest import Forest
-from boleinfer.ops.gdn import Ring, chunked, commit, fold, gdn, recurrent, ring_after, tree
+from boleinfer.ops.gdn import Ring, advance, chunked, commit, fold, gdn, recurrent, ring_after, tree
 from tests import strategies as some
 
 
@@ -87,9 +87,9 @@ def test_nodes_equal_their_root_path_and_commits_equal_feeding_it(data, seed, dt
             some.assert_near(o[forest.rows(b)], o_ref, f"o of request {b}")
             some.assert_near(u[forest.rows(b)], u_ref, f"u of request {b}")
         paths = data.draw(some.accepted(forest))
-        commit(S, ring, k, u, g, slot, paths)
+        commit(S, ring, k, u, g, slot, forest, paths)
+        advance(ring.length, slot, paths, C)
         for b, (s, path) in enumerate(zip(slot, paths)):
-            ring.length[s] = ring_after(int(ring.length[s]), len(path), C)
             if len(path):
                 states[b] = walks[b][2][path[-1] - forest.start[b]]
             some.assert_near(current(S, ring, s), states[b], f"state of request {b}")
@@ -213,8 +213,8 @@ def test_f18_a_tiny_decay_keeps_memory_over_4096_tokens(piece):
         path = np.arange(min(piece, T - first))
         forest = Forest.of([some.tree_of(some.chain(piece))], [first])
         _, u = gdn(q, k, v, g, beta, S, ring, [0], forest)
-        commit(S, ring, k, u, g, [0], [path])
-        ring.length[0] = ring_after(int(ring.length[0]), len(path), C)
+        commit(S, ring, k, u, g, [0], forest, [path])
+        advance(ring.length, [0], [path], C)
     some.assert_near(current(S, ring, 0), kept)
 
 
@@ -229,9 +229,10 @@ def test_f27_error_stays_flat_over_8192_tokens_and_other_layers_are_untouched():
     for first in range(0, 8192, 4):
         q, k, v, g, beta = random_rows(rng, 4, Hk, Hv, K, V, np.float32)
         g, beta = -rng.uniform(0, 2e-3, g.shape).astype(np.float32), rng.uniform(0, 1, g.shape).astype(np.float32)
-        _, u = gdn(q, k, v, g, beta, S[1], ring, slot, Forest.of([some.tree_of(some.chain(4))], [first]))
-        commit(S[1], ring, k, u, g, slot, [np.arange(4)])
-        ring.length[2] = ring_after(int(ring.length[2]), 4, C)
+        forest = Forest.of([some.tree_of(some.chain(4))], [first])
+        _, u = gdn(q, k, v, g, beta, S[1], ring, slot, forest)
+        commit(S[1], ring, k, u, g, slot, forest, [np.arange(4)])
+        advance(ring.length, slot, [np.arange(4)], C)
         exact = recurrent(*(x.astype(np.float64) for x in (q, k, v, g, beta)), exact)[2]
         if first % 1024 == 1020:
             errors.append(np.linalg.norm(current(S[1], ring, 2) - exact) / np.linalg.norm(exact))
@@ -250,9 +251,9 @@ def test_f16_f17_a_commit_changes_no_other_slot_and_not_the_length():
     _, k, u, g, _ = random_rows(rng, 20, Hk, Hv, K, V, np.float32)
     before = [x.copy() for x in (S, *ring)]
     slot = np.asarray([7, 0, 3, 1])  # full, empty, nearly full, full but nothing accepted
-    commit(
-        S, ring, k, u, g, slot, [np.asarray([0, 3]), np.arange(5, 15), np.asarray([16, 18]), np.asarray([], np.int32)]
-    )
+    forest = Forest.of([some.tree_of(some.chain(5))] * 4, [0] * 4)
+    paths = [np.asarray([0, 3]), np.arange(5, 15), np.asarray([16, 18]), np.asarray([], np.int32)]
+    commit(S, ring, k, u, g, slot, forest, paths)
     np.testing.assert_array_equal(ring.length, before[-1])
     for s in range(slots):
         same = all(x[s].tobytes() == y[s].tobytes() for x, y in zip((S, *ring[:3]), before))

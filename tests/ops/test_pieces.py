@@ -6,7 +6,7 @@ import pytest
 from boleinfer.forest import Forest
 from boleinfer.ops.attention import tree_attention
 from boleinfer.ops.attention_inputs import write_kv
-from boleinfer.ops.gdn import Ring, commit, fold, gdn, ring_after
+from boleinfer.ops.gdn import Ring, advance, commit, fold, gdn
 from boleinfer.ops.gdn_inputs import causal_conv, commit_window
 from tests import strategies as some
 
@@ -38,8 +38,8 @@ class Layers:
         write_kv(k, q, self.k, self.v, self.table, forest)
         a = tree_attention(qk, self.k, self.v, self.table, forest, 1.0)
         commit_window(x, self.window, slot, forest, [np.arange(n)])
-        commit(self.S, self.ring, k, u, g, slot, [np.arange(n)])
-        self.ring.length[1] = ring_after(int(self.ring.length[1]), n, self.ring.k.shape[1])
+        commit(self.S, self.ring, k, u, g, slot, forest, [np.arange(n)])
+        advance(self.ring.length, [1], [np.arange(n)], self.ring.k.shape[1])
         self.T += n
         return np.concatenate((o.reshape(n, -1), a.reshape(n, -1)), axis=1)
 
