@@ -124,7 +124,7 @@ def _launch(
         args = {"qkv": qkv, "q_norm": q_norm, "k_norm": k_norm, "cos": cos, "sin": sin, "rows": rows}
         args |= {"k_pages": k_pages, "v_pages": v_pages, "page_table": page_table}
         args |= {"request": forest.request, "kv_slot": forest.kv_slot, "q": q}
-        args |= {"N": n, "Hq": Hq, "Hkv": Hkv, "P": k_pages.shape[1], "M": page_table.shape[1], "eps": eps}
+        args |= {"Rows": n, "Hq": Hq, "Hkv": Hkv, "P": k_pages.shape[1], "M": page_table.shape[1], "eps": eps}
         constants = {"Dh": Dh, "Half": cos.shape[1], "Act": device.c_type(qkv)}
         lanes = min(32, 1 << (-(-Dh * qkv.itemsize // 16) - 1).bit_length())  # of a head
         heads = n * (Hq + 2 * Hkv)

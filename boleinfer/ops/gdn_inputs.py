@@ -146,12 +146,12 @@ def _launch(
 
 
 def _launch_commit(x: Array, window: Array, slot: Array, forest: Forest | DeviceForest, paths: Paths) -> None:
-    (R, Cc), (B,), kept = x.shape, slot.shape, window.shape[1]
+    (R, Cc), (B,) = x.shape, slot.shape
     if B and R:
         args = {"x": x, "window": window, "slot": slot, "start": forest.start, "row": paths.row, "count": paths.count}
-        args |= {"Cc": Cc, "Ldx": x.strides[0] // x.itemsize}
-        constants = {"Kept": kept, "Act": device.c_type(x)}
         parts = -(-Cc // 1024)
+        args |= {"Cc": Cc, "Ldx": x.strides[0] // x.itemsize, "Parts": parts}
+        constants = {"W": window.shape[1] + 1, "Act": device.c_type(x)}
         kernels.launch("commit_window.cu", "commit_window", B * parts, THREADS, args, constants=constants)
 
 
@@ -235,6 +235,7 @@ CASES: dict[str, list[Case]] = {
         _inputs_case([_RAGGED, _chain(9)], 3, 48, 6, 63, 3),
         _inputs_case([_chain(5), _RAGGED], 2, 32, 4, 16, 8),
         _inputs_case([_RAGGED, _BINARY], 2, 64, 2, 128, 4),
+        _inputs_case([_chain(1100), _RAGGED], 1, 16, 2, 24, 4),
         _inputs_case([[-1]], 16, 128, 32, 128, 4),
         _inputs_case([[-1]] * 5 + [_RAGGED], 16, 128, 48, 128, 4),
         _inputs_case([_BINARY, _chain(130), _RAGGED], 16, 128, 32, 128, 4),

@@ -29,7 +29,7 @@ def _launch(position: Array, inv_freq: Array, factor: float) -> tuple[Array, Arr
     (R,), (Half,), threads = position.shape, inv_freq.shape, 256
     cos, sin = (device.empty((R, Half), np.float32) for _ in "cs")
     if R:
-        args = {"position": position, "inv_freq": inv_freq, "cos_out": cos, "sin_out": sin}
+        args = {"position": position, "inv_freq": inv_freq, "cosine": cos, "sine": sin}
         args |= {"R": R, "Half": Half, "factor": factor}
         constants = {"Freq": device.c_type(inv_freq)}
         kernels.launch("rope_table.cu", "rope_table", -(-R * Half // threads), threads, args, constants=constants)
