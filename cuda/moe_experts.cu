@@ -1,0 +1,169 @@
+// The experts' products with bf16 rows and bf16 or FP8 weights: each expert's rows gathered, gate and up products with silu
+// between them, down product. Definition: moe in boleinfer/ops/moe.py. Sums in float32, in an order that depends on the
+// width alone (linear.cuh, one range). Slots, places and their order are made by moe_group.cu.
+//
+// grid: ceil(F / 16) or ceil(D / 32) x slots x splits; a block owns two tiles of 16 outputs of the slot's expert (16 of gate
+// and the same of up; 32 of down), for the split's share of its rows, up to 8 PASS at a time. Slots without rows end at
+// once. block: 128; a warp owns every fourth chunk of k, for all rows. Weights go from memory to registers, 16 (FP8: 8)
+// words of 16 bytes in flight a thread. shared: 37.4 KB (FP8: 18.7 KB), the warps' sums.
+// Read twice: the weights once for every 8 PASS rows, x by every block of its experts (L1, L2).
+//
+// sizes: Wt=bf16,fp8
+#include "linear.cuh"
+
+constexpr int PASS = sizeof(Wt) == 2 ? 8 : 4;  // tiles of 8 rows that are multiplied together, at most
+constexpr int BLOCKS = sizeof(Wt) == 2 ? 3 : 2;  // on a multiprocessor, at least
+constexpr int STRIDE = 36;                     // of a row's 32 sums: the lanes of a warp write to different banks
+
+__shared__ float part[WARPS_OF_K][8 * PASS][STRIDE];
+__shared__ long long from[8 * PASS];  // where a row of x begins
+
+__device__ __forceinline__ int scales_of(int n) { return (n + SCALED - 1) / SCALED; }
+
+// The warp's sums of 2 tiles of outputs and TILES tiles of rows, to `part`. w: rows g and g+8 of either tile.
+template <int TILES>
+__device__ void sum_tiles(const Wt* const (&w)[4], const float* const (&scale)[2], const bf16* x, int K) {
+  constexpr int WORDS = sizeof(Wt), DEPTH = TILES == 1 ? 2 : 1;
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+  float sum[2][TILES][4] = {};
+  for (int k = warp * CHUNK; k < K; k += DEPTH * STEP) {
+    uint4 words[DEPTH][4][WORDS];
+#pragma unroll
+    for (int d = 0; d < DEPTH; d++) {
+#pragma unroll
+      for (int p = 0; p < WORDS; p++) {
+        const int at = k + d * STEP + (WORDS == 2 ? 32 * p + 8 * t : 16 * t);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          words[d][i][p] = TILES <= 2 ? load_once_or_zero(w[i] + at, at < K) : load_or_zero(w[i] + at, at < K);
+        }
+      }
+    }
+#pragma unroll
+    for (int d = 0; d < DEPTH; d++) {
+      const int start = k + d * STEP;
+      if (start >= K) break;
+      const Fragments<Wt> first[2] = {{words[d][0][0], words[d][1][0]}, {words[d][2][0], words[d][3][0]}};
+#pragma unroll
+      for (int n = 0; n < TILES; n++) {
+        const bf16* row = x + from[8 * n + g];
+        uint4 xs[2];
+#pragma unroll
+        for (int p = 0; p < 2; p++) {
+          const int at = start + (WORDS == 2 ? 32 * p + 8 * t : 16 * t + 8 * p);
+          xs[p] = load_or_zero(row + at, at < K);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          if constexpr (WORDS == 2) {
+            first[i].multiply(sum[i][n], &xs[0]);
+            Fragments<Wt>(words[d][2 * i][1], words[d][2 * i + 1][1]).multiply(sum[i][n], &xs[1]);
+          } else {
+            float block[4] = {};
+            first[i].multiply(block, xs);
+            const float s = scale[i][start / SCALED];
+#pragma unroll
+            for (int j = 0; j < 4; j++) sum[i][n][j] = fmaf(s, block[j], sum[i][n][j]);
+          }
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < TILES; n++) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+#pragma unroll
+      for (int j = 0; j < 4; j++) part[warp][8 * n + 2 * t + j % 2][16 * i + g + j / 2 * 8] = sum[i][n][j];
+    }
+  }
+}
+
+__device__ void sum_rows(const Wt* const (&w)[4], const float* const (&scale)[2], const bf16* x, int rows, int K) {
+  if (rows <= 8) {
+    sum_tiles<1>(w, scale, x, K);
+  } else if (rows <= 16) {
+    sum_tiles<2>(w, scale, x, K);
+  } else if (rows <= 32) {
+    sum_tiles<4>(w, scale, x, K);
+  } else {
+    sum_tiles<PASS>(w, scale, x, K);
+  }
+}
+
+// The sum of output i of a block's 32 for a row of the pass.
+__device__ __forceinline__ float total(int row, int i) {
+  float sum = part[0][row][i];
+#pragma unroll
+  for (int warp = 1; warp < WARPS_OF_K; warp++) sum += part[warp][row][i];
+  return sum;
+}
+
+// hidden = silu(gate x) * up x, in the order of the places
+extern "C" __global__ void __launch_bounds__(128, BLOCKS) gate_up(
+    const bf16* __restrict__ x,         // [R, D] aligned 16
+    const Wt* __restrict__ weights,     // [E, 2*F, D] aligned 16; gate rows first
+    const float* __restrict__ scale,    // [E, (2*F+127)/128, (D+127)/128] or null; of FP8 weights
+    const int* __restrict__ expert_of,  // [Slots]
+    const int* __restrict__ first,      // [Slots+1]
+    const int* __restrict__ order,      // [P]
+    bf16* __restrict__ hidden,          // [P, F]
+    int A,
+    int D,
+    int F)
+{
+  const int last = first[blockIdx.y + 1], f0 = 16 * blockIdx.x, g = threadIdx.x % WARP / 4;
+  const long long e = expert_of[blockIdx.y];
+  const Wt* matrix = weights + e * 2 * F * D;
+  const Wt* w[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) w[i] = matrix + (i / 2 * (long long)F + min(f0 + g + i % 2 * 8, F - 1)) * D;
+  const float* scales = scale + e * scales_of(2 * F) * scales_of(D);
+  const float* const rows_of_scales[2] = {scales + f0 / SCALED * scales_of(D), scales + (F + f0) / SCALED * scales_of(D)};
+
+  for (int n = first[blockIdx.y] + blockIdx.z * 8 * PASS; n < last; n += gridDim.z * 8 * PASS) {
+    const int rows = min(8 * PASS, last - n);
+    if (threadIdx.x < 8 * PASS) from[threadIdx.x] = (long long)D * (order[n + (threadIdx.x < rows ? threadIdx.x : 0)] / A);
+    __syncthreads();
+    sum_rows(w, rows_of_scales, x, rows, D);
+    __syncthreads();
+    for (int i = threadIdx.x; i < 16 * rows; i += blockDim.x) {
+      const int row = i / 16, f = i % 16;
+      const float value = silu(total(row, f)) * total(row, 16 + f);
+      if (f0 + f < F) hidden[(long long)(n + row) * F + f0 + f] = from_float<bf16>(value);
+    }
+  }
+}
+
+// y = down hidden, to its place
+extern "C" __global__ void __launch_bounds__(128, BLOCKS) down(
+    const bf16* __restrict__ hidden,    // [P, F] aligned 16
+    const Wt* __restrict__ weights,     // [E, D, F] aligned 16
+    const float* __restrict__ scale,    // [E, (D+127)/128, (F+127)/128] or null; of FP8 weights
+    const int* __restrict__ expert_of,  // [Slots]
+    const int* __restrict__ first,      // [Slots+1]
+    const int* __restrict__ order,      // [P]
+    float* __restrict__ y,              // [P, D]
+    int D,
+    int F)
+{
+  const int last = first[blockIdx.y + 1], d0 = 32 * blockIdx.x, g = threadIdx.x % WARP / 4;
+  const long long e = expert_of[blockIdx.y];
+  const Wt* w[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) w[i] = weights + (e * D + min(d0 + g + i * 8, D - 1)) * F;
+  const float* row_of_scales = scale + (e * scales_of(D) + d0 / SCALED) * scales_of(F);
+  const float* const rows_of_scales[2] = {row_of_scales, row_of_scales};
+
+  for (int n = first[blockIdx.y] + blockIdx.z * 8 * PASS; n < last; n += gridDim.z * 8 * PASS) {
+    const int rows = min(8 * PASS, last - n);
+    if (threadIdx.x < 8 * PASS) from[threadIdx.x] = (long long)F * (n + (threadIdx.x < rows ? threadIdx.x : 0));
+    __syncthreads();
+    sum_rows(w, rows_of_scales, hidden, rows, F);
+    __syncthreads();
+    for (int i = threadIdx.x; i < 32 * rows; i += blockDim.x) {
+      const int row = i / 32, d = d0 + i % 32;
+      if (d < D) y[(long long)order[n + row] * D + d] = total(row, i % 32);
+    }
+  }
+}
