@@ -47,7 +47,8 @@ examples:
 _CHECK = """\
 examples:
   boleinfer check
-  boleinfer check gdn attention        only the ops whose name contains one of these
+  boleinfer check gdn attention                  only the ops whose name contains one of these
+  boleinfer check --device cuda --dtype bf16     the kernels, in the types that models run in on a GPU
 """
 _KERNELS = """\
 examples:
@@ -107,6 +108,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     check = command("check", "compute every op on this machine and compare it with its definition", _CHECK)
     check.add_argument("ops", nargs="*", metavar="OP", help="only ops whose name contains OP")
+    check.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: cpu")
+    check.add_argument(
+        "--dtype", choices=["float32", "bf16"], default="float32", help="type of activations (default: float32)"
+    )
     check.set_defaults(run=_run_check)
 
     kernels = command("kernels", "compile the CUDA kernels and show what each needs", _KERNELS)
@@ -210,7 +215,7 @@ def _run_info(args: argparse.Namespace) -> int:
 def _run_check(args: argparse.Namespace) -> int:
     from boleinfer.check import check
 
-    return check(args.ops)
+    return check(args.ops, args.device, args.dtype)
 
 
 def _run_kernels(args: argparse.Namespace) -> int:

@@ -26,6 +26,7 @@ namespace {
 
 constexpr int MOST = 1024;
 constexpr size_t STACK = 128 * 1024, PAGE = 4096;
+const char zeros[PAGE] = {};
 
 struct Exchange {  // what a lane brings to an operation of its warp, and what it takes home
   const char* name;
@@ -119,7 +120,7 @@ void first() {
 }
 
 void prepare(int t) {
-  void** top = reinterpret_cast<void**>(stacks + (t + 1) * STACK) - 3;
+  void** top = reinterpret_cast<void**>(stacks + (t + 1) * STACK - t * 320 % 16384) - 3;  // not all in one set of a cache
   *top = nullptr;  // the return address of first, which never returns; 8 modulo 16, as behind a call
   *--top = reinterpret_cast<void*>(first);
   for (int i = 0; i < 6; i++) *--top = nullptr;
@@ -287,8 +288,8 @@ void run_block() {
     if (ended + waiting != count) deadlock();
     open_barrier();
   }
-  for (const char* p = dynamic_shared + dynamic_bytes; p < dynamic_shared + sizeof dynamic_shared; p++) {
-    if (*p) stop("block " + place(block_index) + text(": wrote beyond the %u bytes of dynamic shared memory", dynamic_bytes));
+  if (memcmp(dynamic_shared + dynamic_bytes, zeros, sizeof zeros)) {
+    stop("block " + place(block_index) + text(": wrote beyond the %u bytes of dynamic shared memory", dynamic_bytes));
   }
 }
 
@@ -508,7 +509,7 @@ extern "C" const char* emulated_launch(void (*function)(void**), void** args, co
       for (unsigned x = 0; x < block[0]; x++) threads[t++].index = {x, y, z};
     }
   }
-  memset(dynamic_shared + shared, 0, sizeof dynamic_shared - shared);
+  memset(dynamic_shared + shared, 0, PAGE);
 
   static char signal_stack[64 * 1024];
   stack_t alternate = {signal_stack, 0, sizeof signal_stack}, old_stack;
