@@ -23,6 +23,7 @@ SCRATCH = 1 << 28  # bytes on the GPU for the parts of rows whose splits are wor
 _SIDE_ROWS = 256  # such rows at most
 _TREE_ROWS = 128  # of one request at most
 _BLOCKS = 1024  # blocks worth starting
+WIDTHS = (32, 64, 128, 256)  # of heads, on the GPU
 
 
 def _or_before(old: Callable[..., Any], is_old: Callable[..., bool]) -> Callable[..., Any]:
@@ -51,6 +52,8 @@ def _ungated(
     cuts = forest.start if rows is None else np.searchsorted(rows, forest.start)
     for b, tree in enumerate(forest.trees):
         lo, hi = int(cuts[b]), int(cuts[b + 1])
+        if lo == hi:
+            continue
         T = int(forest.committed[b])
         nodes = np.arange(len(tree)) if rows is None else rows[lo:hi] - forest.start[b]
         block = max(8, SCORES // (q.shape[1] * (T + len(tree))))
@@ -95,6 +98,8 @@ def tree_attention(
     cuts = forest.start if rows is None else np.searchsorted(rows, forest.start)
     for b, tree in enumerate(forest.trees):
         lo, hi = int(cuts[b]), int(cuts[b + 1])
+        if lo == hi:
+            continue
         T = int(forest.committed[b])
         nodes = np.arange(len(tree)) if rows is None else rows[lo:hi] - forest.start[b]
         block = max(8, SCORES // (q.shape[1] * (T + len(tree))))
@@ -123,7 +128,7 @@ def _launch(
     """The two kernels. Grids depend on the sizes of arrays alone."""
     (n, Hq, Dh), (B, M), (P, Hkv) = q.shape, page_table.shape, k_pages.shape[1:3]
     act, ratio = device.c_type(q), Hq // Hkv
-    if Dh not in (32, 64, 128, 256) or Hq % Hkv or act not in ("bf16", "float"):
+    if Dh not in WIDTHS or Hq % Hkv or act not in ("bf16", "float"):
         raise kernels.KernelError(
             f"tree_attention: {Hq} query heads, {Hkv} KV heads of width {Dh} in {act}; the GPU takes widths 32, 64, "
             "128 and 256, whole numbers of query heads for each KV head, bf16 and float"
@@ -249,31 +254,77 @@ def move_kv(
         k_pages[write], v_pages[write] = k_pages[read], v_pages[read]
 
 
-def _case(trees: list[list[int]], T: int, P: int, Hq: int, Hkv: int, Dh: int) -> Case:
+def _pages(rng: np.random.Generator, forest: Forest, P: int, Hkv: int, Dh: int) -> dict[str, Any]:
+    """KV of the committed tokens and of all rows on scattered pages, NaN in every other slot."""
+    slots = [int(T) + len(tree) for T, tree in zip(forest.committed, forest.trees)]
+    B, M = len(slots), max(1, -(-max(slots) // P))
+    table = rng.permutation(B * M + 1)[: B * M].reshape(B, M).astype(np.int32)
+    k_pages, v_pages = np.full((2, B * M + 1, P, Hkv, Dh), np.nan)
+    for ids, n in zip(table, slots):
+        page, offset = np.divmod(np.arange(n), P)
+        k_pages[ids[page], offset], v_pages[ids[page], offset] = rng.standard_normal((2, n, Hkv, Dh))
+    return {"k_pages": k_pages, "v_pages": v_pages, "page_table": table, "forest": forest}
+
+
+def _forest(trees: list[list[int]], T: int | list[int]) -> Forest:
+    return Forest.of([Tree.of([0] * len(p), p) for p in trees], [T] * len(trees) if isinstance(T, int) else T)
+
+
+def _case(
+    trees: list[list[int]], T: int | list[int], P: int, Hq: int, Hkv: int, Dh: int, rows: list[int] | None = None
+) -> Case:
     def build(rng: np.random.Generator) -> dict[str, Any]:
-        B, M = len(trees), -(-(T + max(map(len, trees))) // P)
-        k_pages, v_pages = rng.standard_normal((2, B * M, P, Hkv, Dh))
-        forest = Forest.of([Tree.of([0] * len(p), p) for p in trees], [T] * B)
-        return {
-            "q": rng.standard_normal((len(forest), Hq, Dh)),
-            "gate": rng.standard_normal((len(forest), Hq, Dh)),
-            "k_pages": k_pages,
-            "v_pages": v_pages,
-            "page_table": rng.permutation(B * M).reshape(B, M).astype(np.int32),
-            "forest": forest,
-            "scale": Dh**-0.5,
-        }
+        forest = _forest(trees, T)
+        q, gate = rng.standard_normal((2, len(forest) if rows is None else len(rows), Hq, Dh))
+        given = {} if rows is None else {"rows": np.asarray(rows, np.int32)}
+        return {"q": q, "gate": gate, **_pages(rng, forest, P, Hkv, Dh), "scale": Dh**-0.5, **given}
 
-    return Case(f"R={'+'.join(str(len(p)) for p in trees)} T={T} P={P} Hq={Hq} Hkv={Hkv} Dh={Dh}", build)
+    count = "+".join(str(len(p)) for p in trees) + ("" if rows is None else f" of which {len(rows)}")
+    return Case(f"R={count} T={T} P={P} Hq={Hq} Hkv={Hkv} Dh={Dh}", build, gpu=Dh in WIDTHS)
 
 
-_RAGGED = [-1, 0, 0, 1, 2, 1, 3, -1, 4, 7, 6]
+def _move_case(trees: list[list[int]], T: int, paths: list[list[int]], P: int, Hkv: int, Dh: int) -> Case:
+    def build(rng: np.random.Generator) -> dict[str, Any]:
+        forest = _forest(trees, T)
+        accepted = [start + np.asarray(path, np.int32) for start, path in zip(forest.start, paths)]
+        return _pages(rng, forest, P, Hkv, Dh) | {"paths": accepted}
+
+    label = f"R={'+'.join(str(len(p)) for p in trees)} m={'+'.join(str(len(p)) for p in paths)}"
+    return Case(f"{label} T={T} P={P} Hkv={Hkv} Dh={Dh}", build, ("k_pages", "v_pages"))
+
+
+def _chain(n: int) -> list[int]:
+    return list(range(-1, n - 1))
+
+
+def _tree(n: int) -> list[int]:
+    """Ragged, with parents that are not adjacent and a second root."""
+    return [-1 if i in (0, 7) else max(0, i - 1 - (i * 7) % 11) for i in range(n)]
+
+
 CASES = {
     "tree_attention": [
-        _case([[-1]], 0, 1, 1, 1, 3),
-        _case([_RAGGED, [-1]], 63, 16, 3, 1, 65),
-        _case([_RAGGED], 65, 7, 4, 4, 64),
-        _case([[-1]] * 3, 300, 16, 16, 2, 256),
-        _case([list(range(-1, 256)), _RAGGED], 100, 16, 8, 2, 256),
-    ]
+        _case([_chain(1)], 0, 1, 1, 1, 3),
+        _case([_tree(11), _chain(1)], 63, 16, 3, 1, 65),
+        _case([_chain(1)], 0, 1, 1, 1, 32),
+        _case([_chain(2)], 15, 7, 2, 1, 64),
+        _case([_tree(16), [], _tree(17)], [16, 3, 17], 7, 4, 4, 64),
+        _case([_tree(64)], 63, 16, 3, 1, 128),
+        _case([_tree(65), _chain(1)], 64, 64, 8, 1, 64),
+        _case([_tree(128), _chain(3), _tree(9)], [1, 300, 20], 16, 10, 2, 32),
+        _case([_chain(200)], 100, 16, 4, 2, 64),
+        _case([_chain(513), _tree(20)], [7, 1000], 64, 4, 1, 32),
+        _case([_chain(1)] * 3, [300, 255, 256], 16, 16, 2, 256),
+        _case([_tree(20), _chain(30)], [40, 290], 16, 6, 2, 64, [0, 7, 13, 19, 20, 33, 49]),
+        _case([_chain(1)], 9000, 64, 6, 1, 32),
+        _case([_chain(1)] * 5, 1000, 64, 8, 2, 256),
+        _case([_tree(64)] * 2, 1000, 64, 16, 4, 256),
+        _case([_tree(16)], 5000, 64, 24, 4, 256),
+        _case([_chain(257), _tree(11)], 100, 16, 8, 2, 256),
+    ],
+    "move_kv": [
+        _move_case([_chain(1)], 0, [[0]], 1, 1, 3),
+        _move_case([_tree(30), _chain(3), _tree(12)], 13, [[0, 1, 9, 29], [], [7, 10]], 16, 2, 64),
+        _move_case([_tree(128), _chain(200)], 300, [[*range(1, 128, 9)], [*range(200)]], 7, 4, 256),
+    ],
 }
