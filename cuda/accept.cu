@@ -1,7 +1,7 @@
 // The walk over each tree along the sampled tokens, and the chain of accepted rows that the MTP layer reads after it.
 // Definitions: accept in boleinfer/sampling.py, MTPDrafter._catch_up in boleinfer/draft/mtp.py.
 //
-// grid: B, a block owns a request. block: full warps; a thread owns every blockDim.x-th row, in accept the first warp
+// grid: B, a block owns a request. block: full warps; a thread owns every blockDim.x-th row, in walk the first warp
 // walks. shared: none. Read twice: the drafted rows, once a node of the path, from L1.
 #include "common.cuh"
 
@@ -18,7 +18,7 @@ __device__ int find_child(const int* parent, const int* token, int node, int t, 
 }
 
 // path = known rows, then nodes below the last known one while they hold what was sampled above them
-extern "C" __global__ void __launch_bounds__(1024) accept(
+extern "C" __global__ void __launch_bounds__(1024) walk(
     const int* __restrict__ sampled,   // [R] token after each row, negative: its logits are broken
     const int* __restrict__ token,     // [R]
     const int* __restrict__ parent,    // [R]

@@ -12,9 +12,9 @@
 // sizes: Top=1,2,3,8
 #include "common.cuh"
 
-constexpr int WORDS = 4;   // of a row's ancestors
-constexpr int UNUSED = -2; // parent of a row that holds nothing
-constexpr int MOST = 512;  // candidates of a request
+constexpr int WORDS = 4;    // of a row's ancestors
+constexpr int UNUSED = -2;  // parent of a row that holds nothing
+constexpr int MOST = 512;   // candidates of a request
 
 // A number and its place in one key: larger numbers first, of equal ones the lower place. 0 is below all of them.
 using Key = unsigned long long;
@@ -161,16 +161,16 @@ extern "C" __global__ void __launch_bounds__(1024) grow(
     float worth)
 {
   __shared__ float likely[MOST];
-  __shared__ int used, picked;
+  __shared__ int used;
   const int b = blockIdx.x, i = threadIdx.x, s = slot[b], B = gridDim.x;
   const int T = s < 0 ? 0 : length[s], nodes = s < 0 ? 0 : limit[b], most = s < 0 ? 0 : reach[b];
   const int span = Width * Levels, first = b * span;
   const long long base = (long long)b * C;
-  if (i == 0) used = picked = 0;
-  __syncthreads();
 
   // an empty tree at first; the requests in use come before the others
   if (level == 0) {
+    if (i == 0) used = 0;
+    __syncthreads();
     for (int c = i; c < C; c += blockDim.x) candidate_prob[base + c] = -1.0f;
     for (int n = i; n < span; n += blockDim.x) {
       const int row = first + n;
@@ -223,7 +223,6 @@ extern "C" __global__ void __launch_bounds__(1024) grow(
   int rank = 0;
   for (int j = 0; j < parents * Top; j++) rank += likely[j] > p || (likely[j] == p && j < i);
   const bool pick = p >= 0.0f && p >= worth && rank < room;
-  if (pick) atomicAdd(&picked, 1);
   if (pick) {
     const int n = before + rank, row = first + n, to = b * Width + rank;
     const int t = candidate_token[base + c];
@@ -241,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(1024) grow(
       ancestors[row * (long long)WORDS + j] = path | (n / 32 == j ? 1u << n % 32 : 0u);
     }
   }
-  __syncthreads();
+  const int picked = __syncthreads_count(pick);
   if (i == 0) run[b] = before + picked;
   if (i >= picked && i < Width) {
     const int to = b * Width + i;
@@ -267,21 +266,18 @@ extern "C" __global__ void __launch_bounds__(MOST) keep(
 {
   __shared__ float likely[MOST];
   __shared__ int place[MOST];
-  __shared__ int found;
   const int b = blockIdx.x, s = slot[b], c = threadIdx.x;
   const long long base = (long long)b * C, to = (long long)s * L;
   if (s < 0) return;
   const int room = min(limit[b], L);
   const float p = c < C ? candidate_prob[base + c] : -1.0f;
   const bool kept = p >= 0.0f && p >= least;
-  if (c == 0) found = 0;
   if (c < C) likely[c] = kept ? p : -1.0f;
   __syncthreads();
   int rank = 0;
   for (int j = 0; j < C; j++) rank += likely[j] > p || (likely[j] == p && j < c);
   if (c < C) place[c] = rank;
-  if (kept) atomicAdd(&found, 1);
-  __syncthreads();
+  const int found = __syncthreads_count(kept);
   if (kept && rank < room) {
     const int above = candidate_parent[base + c];
     draft_token[to + rank] = candidate_token[base + c];

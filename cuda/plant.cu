@@ -2,7 +2,7 @@
 // Definition: Tree and Forest in boleinfer/forest.py; the arrays are those of boleinfer/device_forest.py.
 //
 // grid: B, a block owns the rows of a request and an even part of those behind all requests. block: full warps; a thread
-// owns every blockDim.x-th row. shared: 516 bytes. Read twice: nothing.
+// owns every blockDim.x-th row. shared: 512 bytes. Read twice: nothing.
 #include "common.cuh"
 
 constexpr int WORDS = 4, TREE_ROWS = WORDS * 32;  // rows of a tree that is no chain
@@ -36,12 +36,10 @@ extern "C" __global__ void __launch_bounds__(1024) plant(
     int M)
 {
   __shared__ int up[TREE_ROWS];  // parents inside the request
-  __shared__ int branches;
   const int b = blockIdx.x, first = start[b], N = start[b + 1] - first, s = slot[b], m = known[b];
   const int T = s < 0 ? 0 : length[s], drafted = s < 0 ? 0 : min(draft_count[s], L);
   const long long draft = (long long)s * L;
-  if (threadIdx.x == 0) branches = 0;
-  __syncthreads();
+  bool tangled = false;  // a row is not below the one before it
 
   // token and parent; node j of the draft stands at row known + j, its roots hang on the last known row
   for (int n = threadIdx.x; n < N; n += blockDim.x) {
@@ -60,9 +58,9 @@ extern "C" __global__ void __launch_bounds__(1024) plant(
     request[row] = used ? b : -1;
     kv_slot[row] = used ? T + n : 0;
     if (n < TREE_ROWS) up[n] = p;
-    if (used && p != n - 1) branches = 1;
+    tangled |= used && p != n - 1;
   }
-  __syncthreads();
+  const bool branches = __syncthreads_or(tangled);
 
   // depth d(n) = d(parent) + 1, ancestors(n) = ancestors(parent) + n
   for (int n = threadIdx.x; n < N; n += blockDim.x) {

@@ -1,0 +1,139 @@
+"""The draft tree of the MTP layer on the GPU, grown a level at a time and kept in the slots. Knows no model.
+
+    y = the MTP layer over device_step.Chain; hidden[:B] = its rows last_row
+    for level in range(drafts.levels + 1):
+        logits of hidden[drafts.hidden_rows(level)]
+        ids, prob = candidates(logits, top_k, rows)         rows: last_row at level 0, then drafts.row
+        grow(drafts, level, ids, prob, inputs, slots)       what to run next: token, row, source, position, forest
+        hidden[drafts.hidden_rows(level + 1)] = the MTP layer over it (not after the last level)
+    keep(drafts, inputs, slots)
+
+The tree is that of draft.mtp.MTPDrafter, with three differences: probabilities are float32 products, nodes that are
+equally likely come in the order of their logits and ids (there in any order), and the draft is stored with the likelier
+nodes first. Logits that hold NaN or infinity give no candidate, and neither does a single logit of -infinity.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from boleinfer import device, kernels
+from boleinfer.device import Array
+from boleinfer.device_forest import TREE_ROWS
+from boleinfer.device_step import Slots, StepInputs, forest_rows, new_forest
+
+MOST_CHILDREN, MOST_CANDIDATES = 8, 512  # of a node, of a request
+
+
+class Drafts:
+    """The drafts of up to B requests while they grow.
+
+    top_k, width, depth, worth: as in MTPDrafter
+    least:    probability below which a node is not kept (Limits.min_prob)
+    levels:   passes of the MTP layer after the chain: depth - 1
+    forest:   the MTP layer's trees, `levels * width` rows a request, filled from the front as nodes are chosen
+    token, row, source, position: int32 [B * width], the rows that the next pass runs, -1 for none. row: in `forest`;
+              source: the row of the hidden rows that it pairs with; position: its own, 0 for none
+    candidate_token, candidate_parent, candidate_prob: [B, C], all that were looked at, at fixed places (cuda/draft.cu)
+    """
+
+    def __init__(
+        self, requests: int, top_k: int = 2, width: int = 1, depth: int = 6, worth: float = 0.5, least: float = 0.0
+    ) -> None:
+        self.top_k, self.width, self.worth, self.least = top_k, width, worth, least
+        self.levels, self.requests = depth - 1, requests
+        C = top_k * (1 + width * self.levels)
+        if not (1 <= top_k <= MOST_CHILDREN and width >= 1 and depth >= 1 and C <= MOST_CANDIDATES):
+            raise ValueError(
+                f"drafts with top_k {top_k}, width {width}, depth {depth}; the GPU takes top_k 1 to {MOST_CHILDREN} "
+                f"and top_k * (1 + width * (depth - 1)) up to {MOST_CANDIDATES}"
+            )
+        if width * self.levels > TREE_ROWS:
+            raise ValueError(f"{width * self.levels} nodes to run for a draft; the GPU takes {TREE_ROWS}")
+
+        def ints(*shape: int) -> Array:
+            array = device.empty(shape, np.int32)
+            device.fill(array, 0xFF)
+            return array
+
+        self.forest = new_forest(max(1, requests * width * self.levels), requests)
+        self.token, self.row, self.source, self.position = (ints(requests * width) for _ in range(4))
+        self.candidate_token, self.candidate_parent = ints(requests, C), ints(requests, C)
+        self.candidate_prob = device.empty((requests, C), np.float32)
+        self._run, self._chosen = ints(requests), ints(requests, width)
+
+    @property
+    def hidden_count(self) -> int:
+        """Hidden rows that are kept: of each request's last position, then of each level's rows."""
+        return self.requests * (1 + self.width * self.levels)
+
+    def hidden_rows(self, level: int) -> slice:
+        """The hidden rows whose logits `level` looks at: of the last positions at level 0, then of its passes."""
+        B, n = self.requests, self.requests * self.width
+        return slice(B + (level - 1) * n, B + level * n) if level else slice(0, B)
+
+
+def candidates(logits: Array, top_k: int, rows: Array = None) -> tuple[Array, Array]:
+    """The likeliest tokens of each row, int32 [n, top_k], -1 for none, and their probabilities, float32 [n, top_k].
+
+    logits: float32 [n, vocab]; rows: int32 [n], -1 where the row holds nothing (None: all hold something)
+    By falling logit, of equal ones the lower id. p = e^(x - max) / sum e^(x - max), sums in float32.
+    """
+    n, vocab = logits.shape
+    ids, prob = device.empty((n, top_k), np.int32), device.empty((n, top_k), np.float32)
+    args = {"logits": logits, "rows": rows, "ids": ids, "prob": prob, "Vocab": vocab}
+    kernels.launch("draft.cu", "candidates", n, min(1024, -(-vocab // 128) * 32), args, constants={"Top": top_k})
+    return ids, prob
+
+
+def grow(drafts: Drafts, level: int, ids: Array, prob: Array, inputs: StepInputs, slots: Slots) -> None:
+    """Adds a level's candidates to the trees and chooses the rows of the next pass, of all levels but the last.
+
+    ids, prob: [n, top_k] of `candidates`, n = B at level 0 (children of the root), then B * width (of the last pass)
+    The draft's bounds are the inputs' draft_nodes and draft_depth. Level 0 begins new trees behind slots.length tokens.
+    """
+    d, on = drafts, inputs.on
+    B, width = d.requests, d.width
+    expected = (B if level == 0 else B * width, d.top_k)
+    if ids.shape != expected:
+        raise ValueError(f"level {level} of these drafts needs candidates {expected}, got {ids.shape}")
+    args = {
+        "ids": ids,
+        "prob": prob,
+        "slot": on.slot,
+        "limit": on.draft_nodes,
+        "reach": on.draft_depth,
+        "length": slots.length,
+        **_candidates(d),
+        "run": d._run,
+        "chosen": d._chosen,
+        **{f"level_{name}": getattr(d, name).reshape(B, width) for name in ("token", "row", "source", "position")},
+        **forest_rows(d.forest),
+        **{name: getattr(d.forest, name) for name in ("ancestors", "start", "committed")},
+        "C": d.candidate_prob.shape[1],
+        "Width": width,
+        "Levels": d.levels,
+        "level": level,
+        "worth": d.worth,
+    }
+    block = -(-width * d.top_k // 32) * 32
+    kernels.launch("draft.cu", "grow", B, block, args, constants={"Top": d.top_k})
+
+
+def keep(drafts: Drafts, inputs: StepInputs, slots: Slots) -> None:
+    """The likeliest candidates, as many as draft_nodes allows, become the slots' drafts for the next step."""
+    C, L = drafts.candidate_prob.shape[1], slots.draft_token.shape[1]
+    args = {
+        **_candidates(drafts),
+        "slot": inputs.on.slot,
+        "limit": inputs.on.draft_nodes,
+        **{name: getattr(slots, name) for name in ("draft_token", "draft_parent", "draft_prob", "draft_count")},
+        "C": C,
+        "L": L,
+        "least": drafts.least,
+    }
+    kernels.launch("draft.cu", "keep", drafts.requests, -(-C // 32) * 32, args, constants={"Top": drafts.top_k})
+
+
+def _candidates(drafts: Drafts) -> dict[str, Array]:
+    return {name: getattr(drafts, name) for name in ("candidate_token", "candidate_parent", "candidate_prob")}

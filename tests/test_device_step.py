@@ -1,0 +1,400 @@
+"""A step's bookkeeping on the GPU, emulated and real, against the definitions on the host."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from boleinfer import device, kernels
+from boleinfer.device_draft import Drafts, candidates, grow, keep
+from boleinfer.device_step import Chain, Part, Slots, Step, StepInputs, accept, follow, plant
+from boleinfer.draft.base import Committed, Limits
+from boleinfer.draft.mtp import MTPDrafter
+from boleinfer.forest import Forest, Tree
+from boleinfer.kernels import ToolchainError
+from boleinfer.sampling import BrokenLogits
+from boleinfer.sampling import accept as host_accept
+from boleinfer.scheduler import grow as grow_tree
+from tests.emulator import emulated, missing
+
+SLOTS, L, M = 9, 40, 5
+SEEDS = range(6)
+
+
+@pytest.fixture(params=["forward", "random", pytest.param("cuda", marks=pytest.mark.gpu)])
+def gpu(request):
+    """The emulator with its threads in that order, or a real GPU."""
+    if request.param == "cuda":
+        try:
+            kernels.open_gpu()
+        except ToolchainError as error:
+            pytest.skip(f"the kernels were NOT run: {error}")
+        yield
+    elif problem := missing():
+        pytest.skip(problem)
+    else:
+        with emulated(order=request.param):
+            yield
+
+
+def random_tree(rng: np.random.Generator, n: int, vocab: int = 3) -> Tree:
+    """n nodes, a chain one time in three."""
+    chain = rng.random() < 1 / 3
+    parent = [i - 1 if chain else int(rng.integers(-1, i)) for i in range(n)]
+    return Tree.of(rng.integers(0, vocab, n).tolist(), parent)
+
+
+def random_slots(rng: np.random.Generator) -> tuple[Slots, dict[str, np.ndarray], list[Tree]]:
+    """Slots in the middle of their work, a copy of their integers, and the draft of each."""
+    slots = Slots(SLOTS, M, L)
+    state = {
+        "last_token": rng.integers(0, 3, SLOTS, dtype=np.int32),
+        "length": rng.integers(0, 50, SLOTS, dtype=np.int32),
+        "pages": rng.integers(0, 99, (SLOTS, M), dtype=np.int32),
+        "draft_count": rng.integers(0, L + 1, SLOTS, dtype=np.int32),
+        "draft_token": np.full((SLOTS, L), -1, np.int32),
+        "draft_parent": np.full((SLOTS, L), -1, np.int32),
+    }
+    drafts = [random_tree(rng, n) for n in state["draft_count"].tolist()]
+    for s, tree in enumerate(drafts):
+        state["draft_token"][s, : len(tree)], state["draft_parent"][s, : len(tree)] = tree.token, tree.parent
+    for name, array in state.items():
+        setattr(slots, name, device.upload(array))
+    return slots, state, drafts
+
+
+def random_parts(rng: np.random.Generator, state: dict, drafts: list[Tree]) -> tuple[list[Part], list[Tree], list[int]]:
+    """Parts of a step in all their kinds, the tree that each stands for, and the rows that each takes."""
+    parts, trees, rows = [], [], []
+    for slot in rng.permutation(SLOTS)[: rng.integers(1, SLOTS)].tolist():
+        kind = rng.choice(["piece", "prompt", "plain", "own", "given", "chain"])
+        known, tokens = None, [int(state["last_token"][slot])]
+        if kind in ("piece", "prompt") or rng.random() < 0.3:
+            tokens = known = rng.integers(0, 3, rng.choice([1, 2, 31, 300] if kind != "own" else [1, 5])).tolist()
+        draft: Tree | int = 0
+        tree = Tree.chain([])
+        if kind == "own":
+            draft = int(rng.integers(0, L + 1))
+            tree = drafts[slot].keep(np.arange(min(draft, len(drafts[slot]))))
+        elif kind == "chain" or (kind == "given" and len(tokens) < 99):
+            n = int(rng.integers(1, L + 1))
+            draft = tree = Tree.chain(rng.integers(0, 3, n)) if kind == "chain" else random_tree(rng, n)
+        complete = kind != "piece"
+        parts.append(Part(slot, known, draft, complete, next_token=-1 if complete else int(rng.integers(0, 3))))
+        trees.append(grow_tree(tokens, tree))
+        rows.append(len(tokens) + (draft if isinstance(draft, int) else len(draft)))
+    return parts, trees, rows
+
+
+class Scene:
+    """A random step, planted, with its host forest: `places` are the flat rows on the GPU of the host's rows."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.slots, self.state, drafts = random_slots(rng)
+        self.parts, self.trees, rows = random_parts(rng, self.state, drafts)
+        B, R = len(self.parts), sum(rows)
+        self.inputs = StepInputs(R + int(rng.integers(0, 70)), B + int(rng.integers(0, 3)))
+        self.step = Step(self.inputs, self.slots)
+        self.inputs.fill(self.parts)
+        self.inputs.send()
+        plant(self.inputs, self.slots, self.step)
+        self.start = np.cumsum([0, *rows])
+        self.forest = Forest.of(self.trees, self.state["length"][[p.slot for p in self.parts]])
+        self.places = np.concatenate([s + np.arange(len(t)) for s, t in zip(self.start, self.trees)])
+
+    def root(self, b: int) -> int:
+        known = self.parts[b].known
+        return 0 if known is None else len(known) - 1
+
+
+def on_host(arrays: object, *names: str) -> list[np.ndarray]:
+    return [device.download(getattr(arrays, name)) for name in names]
+
+
+def assert_unused(forest: object, places: np.ndarray) -> None:
+    """All rows but these are marked as holding nothing."""
+    token, parent, request = on_host(forest, "token", "parent", "request")
+    rest = np.setdiff1d(np.arange(len(request)), places)
+    assert (request[rest] == -1).all() and (parent[rest] == -2).all() and (token[rest] == -1).all()
+
+
+def ancestor_sets(bits: np.ndarray) -> list[list[int]]:
+    return [np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist() for row in bits]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_planted_rows_are_those_of_the_forest(gpu, seed):
+    scene = Scene(np.random.default_rng(seed))
+    forest, on, B = scene.forest, scene.step.forest, len(scene.parts)
+    for name in ("token", "depth", "request", "position"):
+        (array,) = on_host(on, name)
+        assert array[scene.places].tolist() == getattr(forest, name).tolist(), name
+    (parent, kv_slot, bits, chain, start, committed) = on_host(
+        on, "parent", "kv_slot", "ancestors", "chain", "start", "committed"
+    )
+    shift = np.append(scene.places, -1)  # host row -> row on the GPU, -1 stays
+    assert parent[scene.places].tolist() == shift[forest.parent].tolist()
+    assert kv_slot[scene.places].tolist() == forest.kv_slot.tolist()
+    assert start.tolist() == [*scene.start, *[scene.start[-1]] * (scene.inputs.requests - B)]
+    assert committed[:B].tolist() == forest.committed.tolist()
+    assert_unused(on, scene.places)
+    for b, tree in enumerate(scene.trees):
+        assert chain[b] == tree.is_chain
+        if not tree.is_chain:
+            found = ancestor_sets(bits[scene.start[b] : scene.start[b] + len(tree)])
+            assert found == [np.flatnonzero(row).tolist() for row in tree.ancestors]
+    table, root, slot = on_host(scene.step, "page_table", "root", "slot")
+    assert slot.tolist() == [p.slot for p in scene.parts] + [-1] * (len(slot) - B)
+    assert np.array_equal(table[:B], scene.state["pages"][slot[:B]]) and (table[B:] == -1).all()
+    assert root.tolist() == [scene.root(b) for b in range(B)] + [-1] * (len(slot) - B)
+
+
+class Scripted:
+    """A sampler that says what the rows hold; negative ones are broken."""
+
+    def sample(self, row: int, path: object = ()) -> int:
+        if row < 0:
+            raise BrokenLogits("scripted")
+        return row
+
+
+def walk(scene: Scene, sampled: np.ndarray, b: int) -> tuple[list[int], list[int], int]:
+    """The definition's path (flat rows on the GPU), tokens and error of request b."""
+    root, start, part = scene.root(b), int(scene.start[b]), scene.parts[b]
+    if not part.complete:
+        return [start + i for i in range(root + 1)], [], 0
+    try:
+        nodes, tokens = host_accept(scene.trees[b], lambda n: int(sampled[start + n]), Scripted(), root)
+    except BrokenLogits:
+        return [], [], int(sampled[start + root])
+    return [start + i for i in range(root)] + (start + nodes).tolist(), tokens, 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_accepted_paths_and_the_chain_behind_them(gpu, seed):
+    rng = np.random.default_rng(100 + seed)
+    scene = Scene(rng)
+    slots, step, inputs, B = scene.slots, scene.step, scene.inputs, len(scene.parts)
+    sampled = np.where(
+        rng.random(inputs.rows) < 0.1, -1 - rng.integers(0, 3, inputs.rows), rng.integers(0, 3, inputs.rows)
+    )
+    for b, tree in enumerate(scene.trees):  # mostly right, so that paths get long
+        for n, p in enumerate(tree.parent.tolist()):
+            if p >= 0 and rng.random() < 0.6:
+                sampled[scene.start[b] + p] = tree.token[n]
+    accept(device.upload(sampled.astype(np.int32)), inputs, slots, step)
+    chain = Chain(step)
+    follow(inputs, slots, step, chain)
+    row, count = on_host(step.paths, "row", "count")
+    last_token, length, draft_count = on_host(slots, "last_token", "length", "draft_count")
+    last_row, hidden_row = on_host(chain, "last_row", "hidden_row")
+    chains, places = [], []
+    for b, (part, result) in enumerate(zip(scene.parts, step.results.read(B), strict=True)):
+        path, tokens, error = walk(scene, sampled, b)
+        start, tree = int(scene.start[b]), scene.trees[b]
+        assert row[start : start + count[b]].tolist() == path and count[b] == len(path)
+        assert (result.tokens, result.error) == (tokens, error)
+        assert result.drafted == len(tree) - scene.root(b) - 1
+        assert length[part.slot] == scene.state["length"][part.slot] + len(path) and draft_count[part.slot] == 0
+        assert last_token[part.slot] == (tokens[-1] if tokens else scene.state["last_token"][part.slot])
+        assert last_row[b] == (start + len(path) - 1 if path else -1)
+        text = [int(tree.token[r - start]) for r in path] + (tokens[-1:] if part.complete else [part.next_token])
+        chains.append(Tree.chain(text[1:]))
+        places += [start + i for i in range(len(path))]
+        assert hidden_row[start : start + len(path)].tolist() == path
+    others = np.setdiff1d(np.arange(SLOTS), [p.slot for p in scene.parts])
+    assert np.array_equal(length[others], scene.state["length"][others])
+    assert (count[B:] == 0).all() and (last_row[B:] == -1).all()
+    assert (np.delete(hidden_row, places) == -1).all()
+    expected = Forest.of(chains, scene.forest.committed)
+    for name in ("token", "depth", "request", "position", "kv_slot"):
+        assert on_host(chain.forest, name)[0][places].tolist() == getattr(expected, name).tolist(), name
+    (parent,) = on_host(chain.forest, "parent")
+    assert parent[places].tolist() == np.append(places, -1)[expected.parent].tolist()
+    assert_unused(chain.forest, np.asarray(places))
+    assert (on_host(chain.forest, "chain")[0] == 1).all()
+
+
+def test_an_empty_step_changes_nothing(gpu):
+    slots, state, _ = random_slots(np.random.default_rng(0))
+    inputs = StepInputs(7, 3)
+    step = Step(inputs, slots)
+    drafts = Drafts(3, top_k=2, width=2, depth=3)
+    inputs.fill(())
+    inputs.send()
+    plant(inputs, slots, step)
+    accept(device.upload(np.full(7, -1, np.int32)), inputs, slots, step)
+    chain = Chain(step)
+    follow(inputs, slots, step, chain)
+    for level in range(drafts.levels + 1):
+        logits = device.upload(
+            np.full((drafts.hidden_rows(level).stop - drafts.hidden_rows(level).start, 9), np.nan, "f")
+        )
+        rows = drafts.row if level else chain.last_row
+        grow(drafts, level, *candidates(logits, 2, rows), inputs, slots)
+    keep(drafts, inputs, slots)
+    assert_unused(step.forest, np.zeros(0, int))
+    assert_unused(drafts.forest, np.zeros(0, int))
+    assert step.results.read(3) == [([], 0, 0)] * 3
+    for name, before in state.items():
+        assert np.array_equal(on_host(slots, name)[0], before), name
+
+
+def test_a_request_moves_into_a_slot(gpu):
+    slots, state, _ = random_slots(np.random.default_rng(1))
+    slots.admit(4, np.asarray([8, 3]), committed=6)
+    pages, length, draft_count = on_host(slots, "pages", "length", "draft_count")
+    state["pages"][4] = [8, 3, -1, -1, -1]
+    state["length"][4], state["draft_count"][4] = 6, 0
+    assert np.array_equal(pages, state["pages"])
+    assert np.array_equal(length, state["length"]) and np.array_equal(draft_count, state["draft_count"])
+
+
+def test_steps_that_do_not_fit_are_refused(gpu):
+    inputs = StepInputs(130, 2)
+    with pytest.raises(ValueError, match="a step of 131 rows and 1 requests; its buffer holds 130 rows of 2 requests"):
+        inputs.fill([Part(0, [1] * 131)])
+    with pytest.raises(ValueError, match="a tree of 129 rows that is no chain; the GPU takes 128"):
+        inputs.fill([Part(0, None, Tree.of([0] * 128, [-1] * 128))])
+    with pytest.raises(ValueError, match="a draft needs all of them to be known"):
+        inputs.fill([Part(0, [1], 3, complete=False)])
+    inputs.fill([Part(0, None, Tree.chain([0] * 129))])
+
+
+@pytest.mark.parametrize("vocab", [3, 64, 1001, 4100])
+@pytest.mark.parametrize("top_k", [1, 2, 3, 8])
+def test_candidates_are_the_likeliest_tokens(gpu, vocab, top_k):
+    rng = np.random.default_rng(vocab)
+    logits = rng.standard_normal((7, vocab)).astype(np.float32) * 3
+    logits[1] = rng.integers(-2, 2, vocab)  # equal ones, and both zeros
+    logits[1][logits[1] == 0] *= -1
+    logits[2, vocab // 2] = np.nan
+    logits[3, 0] = np.inf
+    logits[4] = -np.inf
+    logits[4, -1] = -7.0
+    logits[5] = -np.inf
+    rows = np.asarray([0, 1, 2, 3, 4, 5, -1], np.int32)
+    ids, prob = (device.download(a) for a in candidates(device.upload(logits), top_k, device.upload(rows)))
+    for r in (0, 1, 4):
+        order = np.argsort(-logits[r], kind="stable")[:top_k]
+        order = order[logits[r][order] > -np.inf]
+        x = logits[r].astype(np.float64)
+        p = np.exp(x - x.max()) / np.exp(x - x.max()).sum()
+        assert ids[r].tolist() == [*order, *[-1] * (top_k - len(order))]
+        np.testing.assert_allclose(prob[r, : len(order)], p[order], rtol=1e-5)
+    for r in (2, 3, 5, 6):
+        assert (ids[r] == -1).all() and (prob[r] == 0).all()
+    again = device.download(candidates(device.upload(logits[:1]), top_k)[1])
+    assert np.array_equal(again[0], prob[0]), "a row does not depend on its company"
+
+
+class ScriptedModel:
+    """An MTP layer whose output is a number of the path, and logits drawn from that number; remembers its passes."""
+
+    has_mtp = True
+
+    def __init__(self, vocab: int) -> None:
+        self.vocab = vocab
+        self.passes: list[dict[str, list]] = []
+
+    def next(self, hidden: np.ndarray, token: np.ndarray) -> np.ndarray:
+        return (hidden * 31 + token[:, None] * 7 + 1) % 65521
+
+    def mtp(self, token, hidden, forest, state, rows=None):
+        rows = np.arange(len(forest)) if rows is None else rows
+        masks = np.concatenate([np.pad(t.ancestors, ((0, 0), (0, 512 - len(t)))) for t in forest.trees])  # [R, 512]
+        bits = [np.flatnonzero(row).tolist() for row in masks[rows]]
+        kept = {name: getattr(forest, name)[rows].tolist() for name in ("request", "depth", "position", "kv_slot")}
+        self.passes.append({"token": token.tolist(), "ancestors": bits, **kept})
+        return self.next(hidden, token)
+
+    def logits(self, y: np.ndarray) -> np.ndarray:
+        return np.stack([3 * np.random.default_rng(int(v)).standard_normal(self.vocab) for v in y[:, 0]]).astype("f")
+
+
+class ScriptedState:
+    """Batches that are the forest alone."""
+
+    mtp = object()
+
+    def batch(self, forest: Forest, places: object) -> Forest:
+        return forest
+
+
+class Text:
+    """The part of a request that the drafter reads."""
+
+    def __init__(self, tokens: list[int], committed: int) -> None:
+        self.tokens, self.committed, self.home = tokens, committed, None
+
+
+def paths_of(tree: Tree) -> dict[tuple[int, ...], float]:
+    return {tuple(tree.token[tree.path(n)].tolist()): float(tree.prob[n]) for n in range(len(tree))}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "top_k, width, depth, worth", [(2, 1, 6, 0.1), (1, 1, 4, 0.0), (3, 2, 5, 0.02), (8, 4, 4, 0.0), (4, 3, 1, 0.5)]
+)
+def test_drafts_are_those_of_the_drafter(gpu, seed, top_k, width, depth, worth):
+    rng = np.random.default_rng(seed)
+    model, B = ScriptedModel(vocab=40), 4
+    least = float(rng.choice([0.0, 0.05]))
+    limits = [Limits(int(rng.integers(0, L)), int(rng.integers(0, 8)), least) for _ in range(B)]
+    texts = [Text([], int(rng.integers(1, 30))) for _ in range(B)]
+    for text in texts:
+        text.tokens = rng.integers(0, 40, text.committed + 1).tolist()
+    drafter = MTPDrafter(model, ScriptedState(), top_k, width, depth, worth)
+    drafter.observe([Committed(t, 0, rng.integers(0, 65521, (t.committed, 1)).astype(float)) for t in texts])
+    trees = drafter.propose(texts, limits)
+
+    slot = rng.permutation(SLOTS)[:B].tolist()
+    slots, inputs = Slots(SLOTS, M, L), StepInputs(4 * (L + 1) + 9, B + 1)
+    for s, text in zip(slot, texts):
+        slots.admit(s, np.zeros(0, np.int32), text.committed)
+    parts = [Part(s, draft_nodes=lim.nodes, draft_depth=lim.depth) for s, lim in zip(slot, limits)]
+    inputs.fill(parts)
+    inputs.send()
+    drafts = Drafts(B + 1, top_k, width, depth, worth, least)
+    hidden = np.full((drafts.hidden_count, 1), np.nan)
+    hidden[:B] = [drafter._last[t] for t in texts]
+    rows, passes = np.asarray([0] * B + [-1], np.int32), []
+    for level in range(drafts.levels + 1):
+        logits = np.full((len(rows), 40), np.nan, np.float32)
+        looked = hidden[drafts.hidden_rows(level)]
+        logits[rows >= 0] = model.logits(looked[rows >= 0]) if (rows >= 0).any() else 0
+        grow(drafts, level, *candidates(device.upload(logits), top_k, device.upload(rows)), inputs, slots)
+        if level < drafts.levels:
+            token, rows, source, position = on_host(drafts, "token", "row", "source", "position")
+            used = rows >= 0
+            hidden[drafts.hidden_rows(level + 1)][used] = model.next(hidden[source[used]], token[used])
+            names = ("request", "depth", "position", "kv_slot", "ancestors", "token")
+            forest = dict(zip(names, on_host(drafts.forest, *names)))
+            assert (position[used] == forest["position"][rows[used]]).all() and (token[~used] == -1).all()
+            kept = {name: forest[name][rows[used]].tolist() for name in names if name != "ancestors"}
+            passes.append({"ancestors": ancestor_sets(forest["ancestors"][rows[used]]), **kept})
+    assert [p for p in passes if p["token"]] == model.passes[1:]
+    assert on_host(drafts.forest, "start")[0].tolist() == [min(b, B) * width * drafts.levels for b in range(B + 2)]
+    keep(drafts, inputs, slots)
+    token, parent, prob, count = on_host(slots, "draft_token", "draft_parent", "draft_prob", "draft_count")
+    found = [Tree.of(token[s, : count[s]], parent[s, : count[s]], prob[s, : count[s]]) for s in slot]
+    for tree, expected in zip(found, trees):
+        assert paths_of(tree) == pytest.approx(paths_of(expected), rel=1e-4) and len(tree) == len(expected)
+
+    asked = [int(rng.integers(0, L)) for _ in slot]  # the next step takes the likeliest of them
+    inputs.fill([Part(s, [5], n) for s, n in zip(slot, asked)])
+    inputs.send()
+    step = Step(inputs, slots)
+    plant(inputs, slots, step)
+    planted, request, above = on_host(step.forest, "token", "request", "parent")
+    for b, (n, expected) in enumerate(zip(asked, trees)):
+        mine = np.flatnonzero(request == b)
+        tree = Tree.of(planted[mine], np.where(above[mine] < 0, -1, above[mine] - mine[0]))
+        best = grow_tree([5], expected.best(n))
+        assert paths_of(tree).keys() == paths_of(best).keys()
+
+
+def test_drafts_beyond_what_the_kernels_hold_are_refused(gpu):
+    for settings in ({"top_k": 9}, {"width": 33, "depth": 5, "top_k": 1}, {"width": 16, "depth": 6, "top_k": 8}):
+        with pytest.raises(ValueError, match="the GPU takes"):
+            Drafts(2, **settings)
