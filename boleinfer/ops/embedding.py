@@ -16,7 +16,7 @@ def embedding(ids: Array, table: Array, dtype: np.dtype | None = None) -> Array:
     On the GPU such an id gives a row of NaN, the table has no panels, and the result is of `dtype` (None: the table's).
     """
     if device.on_gpu(table):
-        R, (vocab, D) = len(ids), table.shape
+        R, vocab, D = len(ids), len(table), table.shape[-1]
         out = device.empty((R, D), table.dtype if dtype is None else dtype)
         block = min(256, -(-D // 256) * 32)  # 8 numbers a thread
         if R:
@@ -37,6 +37,7 @@ def _case(R: int, shape: tuple[int, ...]) -> Case:
         f"R={R} table={shape}",
         lambda rng: {"ids": rng.integers(0, vocab, R, np.int32), "table": rng.standard_normal(shape)},
         bound=0.0,
+        gpu=len(shape) == 2,
     )
 
 
