@@ -1,7 +1,8 @@
 // What attention reads: q and k normed and rotated, k and v written to their pages.
 // Definition: attention_inputs in boleinfer/ops/attention_inputs.py.
 //   y = x / sqrt(mean x^2 + eps) * (1 + w);  the pair (y_i, y_{i+Half}), i < Half, is turned by the angle i of the row
-// Sums in float32, rounded to Act once. A row without a request or a page, and an entry -1 of `rows`, write nothing.
+// Sums in float32, rounded to Act once. A row without a page writes no k and v; a row without a request, and an entry -1
+// of `rows`, write nothing.
 //
 // grid: as many blocks as hold all heads of all rows. block: 32 .. 128 threads in full warps; a group of lanes owns a
 // head of q, k or v of a row, 16 bytes a lane where the widths and all addresses allow it, else one number. shared: none.
@@ -91,8 +92,8 @@ extern "C" __global__ void __launch_bounds__(128) attention_inputs(
     int M,
     float eps)
 {
-  const int heads = Hq + 2 * Hkv;
-  const long long unit = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / LANES;
+  const unsigned heads = Hq + 2 * Hkv;
+  const unsigned unit = ((unsigned long long)blockIdx.x * blockDim.x + threadIdx.x) / LANES;
   const int n = unit / heads, h = unit % heads;
   const int row = n >= Rows ? -1 : rows == nullptr ? n : rows[n];
   const int b = row < 0 ? -1 : request[row];

@@ -40,6 +40,7 @@ __device__ void convolve(const Rows& rows, int head, Act* out, int Ldout, float 
   constexpr int LANES = lanes_of(WIDTH), EACH = (WIDTH + LANES * N - 1) / (LANES * N);
   const int group = threadIdx.x / LANES, groups = blockDim.x / LANES;
   const int channel = threadIdx.x % LANES * N;  // and every LANES * N-th
+  if (rows.first + threadIdx.x / WARP * WARP / LANES >= rows.last) return;  // no row for this warp
   Pack<float, N * W> tap[EACH];
 #pragma unroll
   for (int e = 0; e < EACH; e++) {

@@ -41,8 +41,8 @@ def attention_inputs(
     k_pages, v_pages: [pages, P, Hkv, Dh]; page_table: int32 [B, M]
     rows: int32 [n], the flat rows of the forest that qkv holds; None: all of them
     Returns q [n, Hq, Dh]. On the GPU the norms, cos and sin are float32, sums too; the others have qkv's type, to which
-    they are rounded once; a row without a page, a row without a request and an entry -1 of `rows` write nothing, and
-    their q stays undefined. NumPy raises IndexError for a row without a page.
+    they are rounded once; a row without a page writes no k and v; of a row without a request, and of an entry -1 of
+    `rows`, nothing is written, q included. NumPy raises IndexError for a row without a page.
     Equations: Qwen3NextAttention in HF transformers.
     """
     if isinstance(forest, DeviceForest):
