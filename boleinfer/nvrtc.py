@@ -203,11 +203,11 @@ def build(job: Job, cache: Cache) -> Built:
 def cache_key(job: Job, tools: Toolchain) -> str:
     """A hash of all that decides the result: text with prelude, included files, options, architecture, CUDA version."""
     parts = [job.text, job.arch, *OPTIONS, _dotted(tools.version), _dotted(tools.headers_version)]
-    parts += [f"{path.name}\n{path.read_text(encoding='utf-8')}" for path in _included(job)]
+    parts += [f"{path.name}\n{path.read_text(encoding='utf-8')}" for path in included(job)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _included(job: Job) -> list[Path]:
+def included(job: Job) -> list[Path]:
     """The files of the include folders that the text includes, directly or through one another, in order."""
     found: dict[Path, None] = {}
     texts = [job.text]

@@ -44,7 +44,7 @@ _GUARD, _POISON = 4096, 0xFF  # bytes on both sides of an array
 _SHARED = 227 * 1024  # dynamic shared memory of a block on an H200
 _LOCK = threading.Lock()
 _FLAGS = (
-    *("-std=c++17", "-O1", "-fPIC", "-w", "-DEMULATED", "-include", "emulated.h"),
+    *("-std=c++17", "-O1", "-fPIC", "-w", "-DEMULATED"),
     *("-fvisibility=hidden", "-fno-gnu-unique"),  # each library's shared memory is its own
     *("-fno-strict-aliasing", "-fno-ipa-reference", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern"),
     *("-fsanitize=alignment,bounds", "-fno-sanitize-recover=all"),
@@ -136,6 +136,7 @@ def emulated(order: str = "forward", seed: int = 0) -> Iterator[None]:
         mock.patch.object(device, "empty", empty),
         mock.patch.object(device, "upload", upload),
         mock.patch.object(device, "download", lambda array: array.get()),
+        mock.patch.object(device, "shared_bytes", lambda: _SHARED),
         mock.patch.object(device, "pinned", lambda nbytes: np.empty(nbytes, np.uint8)),
         mock.patch.object(device, "Staging", _Staging),
         mock.patch.object(kernels, "open_gpu", lambda: gpu),
@@ -281,6 +282,7 @@ def emulated_text(source: KernelFile, constants: dict[str, Constant]) -> str:
     entries = [f"{visible} void run_{name}(void** args) {{ emulated::call({name}, args); }}" for name in source.kernels]
     return "\n".join(
         [
+            '#include "emulated.h"',
             text,
             '#line 1 "entries"',
             'extern "C" __attribute__((visibility("hidden"))) char __bss_start[], _end[];',
@@ -300,8 +302,8 @@ def _build(text: str, flags: tuple[str, ...], title: str) -> Path:
     """The shared library of a text, compiled unless the cache has it. Raises KernelError with what g++ says."""
     if problem := missing():
         raise KernelError(problem)
-    included = sorted(path for folder in (FOLDER, kernels.cuda_folder()) for path in folder.glob("*.*h"))
-    parts = [text, *flags, *(f"{path.name}\n{path.read_text()}" for path in included)]
+    job = nvrtc.Job(title, text, (str(FOLDER), str(kernels.cuda_folder())), "", "")
+    parts = [text, *flags, *(f"{path.name}\n{path.read_text()}" for path in nvrtc.included(job))]
     folder, key = _cache(), hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     path = folder / f"{Path(title).stem}-{key}.so"
     if path.is_file():
