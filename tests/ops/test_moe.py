@@ -7,7 +7,7 @@ from transformers import Qwen3_5MoeTextConfig, Qwen3NextConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSparseMoeBlock
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
-from boleinfer.ops.moe import moe, route
+from boleinfer.ops.moe import add_shared, moe, route
 
 SIZES = [(0, 4, 3, 2, 1), (1, 1, 1, 1, 1), (1, 16, 8, 5, 3), (9, 7, 4, 3, 4), (40, 12, 32, 3, 8)]
 
@@ -113,3 +113,13 @@ def test_rows_do_not_touch_one_another():
     out = moe(x, *arrays, 2, True)
     assert np.isnan(out[2]).all()
     np.testing.assert_allclose(np.delete(out, 2, 0), np.delete(alone, 2, 0), atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_shared_expert_is_scaled_by_a_gate_of_each_row(dtype):
+    rng = np.random.default_rng(6)
+    (routed, shared), gate = rng.standard_normal((2, 4, 7)).astype(dtype), np.asarray([[-1e4], [-1], [0], [50]], dtype)
+    kept = routed.copy()
+    out = add_shared(routed, gate, shared)
+    assert out.dtype == dtype and np.array_equal(routed, kept)
+    np.testing.assert_allclose(out, routed + np.asarray([[0], [1 / (1 + np.e)], [0.5], [1]]) * shared, rtol=1e-6)

@@ -78,3 +78,22 @@ def test_a_nan_row_spoils_only_itself():
     x[1] = np.nan
     for out in (norms.rms_norm(x, x[0], 1e-6), norms.gated_rms_norm(x, x, x[0], 1e-6)):
         assert np.isnan(out[1]).all() and np.isfinite(out[[0, 2]]).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_residual_is_added_in_place_before_the_norm(dtype):
+    rng = np.random.default_rng(6)
+    h, x = rng.standard_normal((2, 5, 24)).astype(dtype)
+    w, kept = rng.standard_normal(24).astype(dtype), h + x
+    out = norms.add_rms_norm(h, x, w, 1e-6)
+    assert out.dtype == dtype and np.array_equal(h, kept)
+    assert np.array_equal(out, norms.rms_norm(kept, w, 1e-6))
+
+
+def test_two_norms_side_by_side():
+    rng = np.random.default_rng(7)
+    (a, b), (wa, wb) = rng.standard_normal((2, 3, 10)), rng.standard_normal((2, 10))
+    out = norms.joined_rms_norm(a, wa, b, wb, 1e-6)
+    assert out.shape == (3, 20)
+    np.testing.assert_allclose(out[:, :10], loop_rms(a, 1e-6) * (1 + wa), rtol=1e-13)
+    np.testing.assert_allclose(out[:, 10:], loop_rms(b, 1e-6) * (1 + wb), rtol=1e-13)
