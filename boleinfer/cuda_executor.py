@@ -16,16 +16,19 @@ from boleinfer import device
 from boleinfer.decoder import Decoder
 from boleinfer.device import Array
 from boleinfer.device_draft import Drafts, candidates, grow, keep
+from boleinfer.device_forest import upload as upload_forest
+from boleinfer.device_forest import upload_paths
 from boleinfer.device_sampling import SamplingTable
 from boleinfer.device_step import Chain, Emitted, Part, Slots, Step, StepInputs, accept, follow, plant
 from boleinfer.draft.device import is_own
 from boleinfer.executor import Outcome
+from boleinfer.forest import Forest, Tree
 from boleinfer.graphs import Eager, Graphs
 from boleinfer.ops.embedding import embedding
 from boleinfer.request import Request
 from boleinfer.sampling import BROKEN
 from boleinfer.scheduler import Work
-from boleinfer.state import Batch, State
+from boleinfer.state import Batch, Place, State
 
 SMALLEST, LARGEST_CAPTURED = 8, 128  # rows of an envelope; larger steps read prompts and run kernel by kernel
 
@@ -44,7 +47,9 @@ class DraftPlan:
 class _Frame:
     """The arrays of one envelope of rows."""
 
-    def __init__(self, rows: int, requests: int, sampled: int, slots: Slots, drafting: DraftPlan | None, D: int, act: Any):
+    def __init__(
+        self, rows: int, requests: int, sampled: int, slots: Slots, drafting: DraftPlan | None, D: int, act: Any
+    ):
         B = min(requests, rows)
         self.inputs = StepInputs(rows, B, min(rows, sampled))
         self.step = Step(self.inputs, slots)
@@ -101,6 +106,15 @@ class CudaExecutor:
             self.runner.run(frame.inputs.rows, lambda: self._step(frame))
             results = frame.step.results.read(len(works))
         return [self._outcome(frame, b, w, emitted) for b, (w, emitted) in enumerate(zip(works, results))]
+
+    def logits(self, tokens: Sequence[int], start: int, place: Place) -> np.ndarray:
+        with self.runner.on():
+            chain = Forest.of([Tree.chain(tokens)], [start])
+            slot = device.upload(np.asarray([place.slot], np.int32))
+            batch = Batch(upload_forest(chain), slot, device.upload(place.pages[None]))
+            hidden, pending = self.model.forward(batch, self.state)
+            self.state.commit(batch, pending, upload_paths(chain, [np.arange(len(tokens))]))
+            return device.download(self.model.logits(hidden))
 
     def _step(self, frame: _Frame) -> object:
         """All launches of a step; returns the arrays that are read after it."""

@@ -6,15 +6,18 @@ from collections.abc import Callable
 
 import numpy as np
 
+from boleinfer import device
 from boleinfer.config import ModelConfig
+from boleinfer.device import Array
 from boleinfer.layers import Weights, gated_attention, gated_deltanet
 from boleinfer.ops.embedding import embedding
 from boleinfer.ops.linear import linear
-from boleinfer.ops.norms import rms_norm
+from boleinfer.ops.norms import add_rms_norm, joined_rms_norm, rms_norm
 from boleinfer.ops.rope import rope_table
 from boleinfer.state import Batch, Factors, GDNLayer, State
 
-FFN = Callable[[np.ndarray, Weights, ModelConfig], np.ndarray]
+FFN = Callable[[Array, Weights, ModelConfig], Array]
+Watch = Callable[[int, Array], None]
 
 
 class Decoder:
@@ -26,7 +29,8 @@ class Decoder:
         self.config = config
         self.weights = weights
         self.ffn = ffn
-        self._inv_freq = config.rope.inv_freq()  # [rotary/2]
+        inv_freq = config.rope.inv_freq()  # [rotary/2]
+        self._inv_freq = device.upload(inv_freq) if device.on_gpu(weights["norm"]) else inv_freq
         self._layers = [_under(weights, f"layers.{i}.") for i in range(config.num_hidden_layers)]
         self._mtp = _under(weights, "mtp.layers.0.") if "mtp.fc" in weights else None
 
@@ -35,55 +39,58 @@ class Decoder:
         """Whether the checkpoint brought an MTP layer."""
         return self._mtp is not None
 
-    def forward(self, batch: Batch, state: State) -> tuple[np.ndarray, list[Factors | None]]:
+    def forward(self, batch: Batch, state: State, watch: Watch | None = None) -> tuple[Array, list[Factors | None]]:
         """All rows of the forest through all layers.
 
+        watch: called with the number of each layer and its output [R, D], before it is added to the stream
         Returns the hidden rows after the final norm [R, D], and per layer what the rows would add to the state
         (None at attention layers, whose rows already lie in scratch places of the KV pages)."""
-        c = self.config
-        x = embedding(batch.forest.token, self.weights["embed_tokens"])  # [R, D]
+        c, eps = self.config, self.config.rms_norm_eps
+        stream = embedding(batch.forest.token, self.weights["embed_tokens"], state.dtype)  # [R, D]
         rotation = rope_table(batch.forest.position, self._inv_freq, c.rope.attention_factor)
         pending: list[Factors | None] = []
-        for w, memory in zip(self._layers, state.layers):
-            h = rms_norm(x, w["input_layernorm"], c.rms_norm_eps)
+        following = [*(w["input_layernorm"] for w in self._layers[1:]), self.weights["norm"]]
+        x = rms_norm(stream, self._layers[0]["input_layernorm"], eps)
+        for i, (w, memory, next_norm) in enumerate(zip(self._layers, state.layers, following)):
             if isinstance(memory, GDNLayer):
-                y, factors = gated_deltanet(h, w["linear_attn"], c, memory, batch)
+                y, factors = gated_deltanet(x, w["linear_attn"], c, memory, batch)
             else:
-                y, factors = gated_attention(h, w["self_attn"], c, memory, batch, rotation), None
-            x = x + y
-            x = x + self.ffn(rms_norm(x, w["post_attention_layernorm"], c.rms_norm_eps), w["mlp"], c)
+                y, factors = gated_attention(x, w["self_attn"], c, memory, batch, rotation), None
+            if watch is not None:
+                watch(i, y)
+            x = add_rms_norm(stream, y, w["post_attention_layernorm"], eps)
+            x = add_rms_norm(stream, self.ffn(x, w["mlp"], c), next_norm, eps)
             pending.append(factors)
-        return rms_norm(x, self.weights["norm"], c.rms_norm_eps), pending
+        return x, pending
 
-    def logits(self, hidden: np.ndarray) -> np.ndarray:
-        """Hidden rows [n, D] times the head: [n, vocab]."""
-        return linear(hidden, self.weights["lm_head"])
+    def logits(self, hidden: Array) -> Array:
+        """Hidden rows [n, D] times the head: float32 [n, vocab]."""
+        return linear(hidden, self.weights["lm_head"], np.float32)
 
     def mtp(
-        self, token: np.ndarray, hidden: np.ndarray, batch: Batch, state: State, rows: np.ndarray | None = None
-    ) -> np.ndarray:
+        self, token: Array, hidden: Array, position: Array, batch: Batch, state: State, rows: Array | None = None
+    ) -> Array:
         """One pass of the MTP layer: y [n, D], whose logits predict the token after `token`.
 
-        token:  int32 [n], the token at the position after each row's
-        hidden: [n, D], the target's hidden row (after the final norm) of each position, or the y that drafted `token`
-        batch:  a forest of positions as the MTP layer counts them: position p pairs hidden p with token p + 1
-        rows:   which rows of that forest these are (None: all)
+        token:    int32 [n], the token at the position after each row's
+        hidden:   [n, D], the target's hidden row (after the final norm) of each position, or the y that drafted `token`
+        position: [n], as the MTP layer counts them: position p pairs hidden p with token p + 1
+        batch:    a forest of such positions
+        rows:     which rows of that forest these are (None: all)
 
         x = fc [norm(embedding(token)) ; norm(hidden)], then a full-attention layer with a KV cache of its own
         (equation: transformers' MtpModel)."""
-        c, w, memory, eps = self.config, self._mtp, state.mtp, self.config.rms_norm_eps
+        c, w, memory, eps, all_ = self.config, self._mtp, state.mtp, self.config.rms_norm_eps, self.weights
         if w is None or memory is None:
             raise ValueError("this checkpoint, or the state made for it, has no MTP layer")
-        e = rms_norm(embedding(token, self.weights["embed_tokens"]), self.weights["mtp.pre_fc_norm_embedding"], eps)
-        h = rms_norm(hidden, self.weights["mtp.pre_fc_norm_hidden"], eps)
-        x = linear(np.concatenate([e, h], axis=1), self.weights["mtp.fc"])  # [n, D]
-        position = batch.forest.position
-        position = position if rows is None else position[rows]
+        e = embedding(token, all_["embed_tokens"], state.dtype)
+        x = joined_rms_norm(e, all_["mtp.pre_fc_norm_embedding"], hidden, all_["mtp.pre_fc_norm_hidden"], eps)
+        stream = linear(x, all_["mtp.fc"])  # [n, D]
         rotation = rope_table(position, self._inv_freq, c.rope.attention_factor)
-        h = rms_norm(x, w["input_layernorm"], eps)
-        x = x + gated_attention(h, w["self_attn"], c, memory, batch, rotation, rows)
-        x = x + self.ffn(rms_norm(x, w["post_attention_layernorm"], eps), w["mlp"], c)
-        return rms_norm(x, self.weights["mtp.norm"], eps)
+        x = rms_norm(stream, w["input_layernorm"], eps)
+        y = gated_attention(x, w["self_attn"], c, memory, batch, rotation, rows)
+        x = add_rms_norm(stream, y, w["post_attention_layernorm"], eps)
+        return add_rms_norm(stream, self.ffn(x, w["mlp"], c), all_["mtp.norm"], eps)
 
 
 def _under(weights: Weights, prefix: str) -> dict:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,16 @@ Array = Any  # a NumPy or a CuPy array
 NAN_BYTE = 0xFF  # fills any type of number with NaN
 
 _C_TYPES = {dtype: c for c, dtype in reversed(TYPES.items())}
+
+
+class Fp8(NamedTuple):
+    """A matrix of FP8 (E4M3) numbers on the GPU, scaled in blocks of 128 x 128.
+
+    bits: float8_e4m3fn [..., Dout, Din]; scale: float32 [..., ceil(Dout/128), ceil(Din/128)], which multiplies
+    """
+
+    bits: Array
+    scale: Array
 
 
 @functools.cache
@@ -33,7 +43,7 @@ def on_gpu(x: Array) -> bool:
 
 
 def empty(shape: int | tuple[int, ...], dtype: np.typing.DTypeLike) -> Array:
-    """A GPU array of undefined contents, from CuPy's current allocator."""
+    """A GPU array of undefined contents, from CuPy's current allocator. Raises MemoryError where there is no room."""
     return cupy().empty(shape, dtype)
 
 
@@ -71,6 +81,11 @@ def upload(array: np.ndarray) -> Array:
 def download(array: Array) -> np.ndarray:
     """A copy in host memory; waits for the GPU."""
     return array.get()
+
+
+def shared_bytes() -> int:
+    """Shared memory that one block may have on the current GPU."""
+    return int(cupy().cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"])
 
 
 def c_type(array: Array) -> str:

@@ -18,8 +18,7 @@ import numpy as np
 from boleinfer import device
 from boleinfer.checkpoint import Checkpoint
 from boleinfer.config import ModelConfig
-from boleinfer.device import Array
-from boleinfer.ops import Fp8
+from boleinfer.device import Array, Fp8
 from boleinfer.plans import Part, Target
 from boleinfer.weights import BLOCK, Plan, dequantise, float32, match, scale_names, tie
 

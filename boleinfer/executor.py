@@ -9,11 +9,11 @@ from typing import Protocol
 import numpy as np
 
 from boleinfer.decoder import Decoder
-from boleinfer.forest import Forest
+from boleinfer.forest import Forest, Tree
 from boleinfer.request import Request
 from boleinfer.sampling import BrokenLogits, accept
 from boleinfer.scheduler import Work
-from boleinfer.state import State
+from boleinfer.state import Place, State
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Outcome:
 class Executor(Protocol):
     """Runs the steps of an engine; the only one who touches the model and writes the state."""
 
+    model: Decoder
     state: State
 
     def admit(self, request: Request) -> None:
@@ -47,6 +48,10 @@ class Executor(Protocol):
 
     def run(self, works: Sequence[Work]) -> list[Outcome]:
         """One step; what it gave each work's request."""
+        ...
+
+    def logits(self, tokens: Sequence[int], start: int, place: Place) -> np.ndarray:
+        """Commits tokens start .. of a sequence that lives alone in `place`: float32 [n, vocab], a row a token."""
         ...
 
 
@@ -69,6 +74,12 @@ class HostExecutor:
         paths = [path + start for (path, _), start in zip(results, forest.start)]  # flat rows
         self.state.commit(batch, pending, paths)
         return [replace(outcome, hidden=hidden[path]) for (_, outcome), path in zip(results, paths)]
+
+    def logits(self, tokens: Sequence[int], start: int, place: Place) -> np.ndarray:
+        batch = self.state.batch(Forest.of([Tree.chain(tokens)], [start]), [place])
+        hidden, pending = self.model.forward(batch, self.state)
+        self.state.commit(batch, pending, [np.arange(len(hidden))])
+        return self.model.logits(hidden)
 
     def _logits(self, hidden: np.ndarray, rows: Sequence[np.ndarray]) -> np.ndarray:
         """Logits of the rows after which a token may be sampled."""

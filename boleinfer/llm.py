@@ -9,19 +9,18 @@ from typing import Any, cast
 
 import numpy as np
 
-from boleinfer import hub, models, weights
+from boleinfer import backend, hub, models
+from boleinfer import device as device_arrays
 from boleinfer.config import ConfigError, read_config
 from boleinfer.decoder import Decoder
 from boleinfer.draft import make_drafter
 from boleinfer.draft.base import Drafter, Limits
 from boleinfer.engine import Engine
-from boleinfer.executor import HostExecutor
-from boleinfer.forest import Forest, Tree
 from boleinfer.output import TextOutput
+from boleinfer.published import published
 from boleinfer.request import Request, RequestError, Stats
 from boleinfer.sampling import Sampler, SamplingParams, new_seed
 from boleinfer.scheduler import Scheduler
-from boleinfer.state import State
 from boleinfer.tokenizer import Tokenizer
 
 BUNDLED = Path(models.__file__).parent / "bole-coder-16m"
@@ -114,19 +113,23 @@ class _Running:
 class LLM:
     """A loaded model with its engine.
 
-    model:         folder or hub id of a checkpoint (None: the model that ships with the package)
-    device:        "auto" or "cpu"
-    dtype:         "auto" or "float32", the arithmetic on the CPU
-    draft:         "auto", "none", "ngram", "mtp", or a Drafter
-    max_model_len: tokens of a request at most, prompt included (None: the model's own limit, at most 8,192)
-    max_batch:     requests that run at once; others wait
-    max_rows:      rows of one step; longer prompts are cut into pieces
-    draft_nodes:   drafted tokens of a request and step at most; draft_depth: of one path
-    ring:          committed factors kept before the state is folded
-    poison:        fill unwritten memory with NaN (tests)
-    progress:      called with (bytes done, bytes in all) while weights load
+    model:          folder or hub id of a checkpoint (None: the model that ships with the package)
+    device:         "auto" (a GPU that works, else the CPU), "cpu" or "cuda"
+    dtype:          "auto" (float32 on the CPU, bfloat16 on the GPU), "float32" or "bfloat16", the activations' type
+    draft:          "auto", "none", "ngram", "mtp", or a Drafter
+    max_model_len:  tokens of a request at most, prompt included (None: the model's own limit, at most 8,192)
+    max_batch:      requests that run at once; others wait
+    max_rows:       rows of one step; longer prompts are cut into pieces (None: 512, on the GPU 2,048)
+    draft_nodes:    drafted tokens of a request and step at most; draft_depth: of one path
+    ring:           committed factors kept before the state is folded
+    random_weights: the name of a published size, such as "qwen3.5-9b": its shapes with seeded random weights and the
+                    bundled model's tokenizer, for measuring; or "NAME-fp8"
+    graphs:         False launches the GPU's kernels one by one (debugging)
+    poison:         fill unwritten memory with NaN (tests)
+    progress:       called with (bytes done, bytes in all) while weights load
 
-    Raises ConfigError, WeightsError, HubError for a model that cannot be used, ValueError for a bad option.
+    Raises ConfigError, WeightsError, HubError for a model that cannot be used, ToolchainError for a GPU that cannot,
+    ValueError for a bad option.
     """
 
     def __init__(
@@ -140,43 +143,54 @@ class LLM:
         offline: bool | None = None,
         max_model_len: int | None = None,
         max_batch: int = 8,
-        max_rows: int = 512,
+        max_rows: int | None = None,
         page_size: int = 16,
         ring: int = 32,
         draft_nodes: int = 8,
         draft_depth: int = 8,
+        random_weights: str | None = None,
+        graphs: bool = True,
         poison: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ):
-        _one_of("device", device, ("auto", "cpu"), "this version computes on the CPU only")
-        _one_of("dtype", dtype, ("auto", "float32"), "the CPU computes in float32")
+        _one_of("device", device, ("auto", "cpu", "cuda"))
+        _one_of("dtype", dtype, ("auto", "float32", "bfloat16"))
+        gpu = backend.choose_device(device)
+        max_rows = max_rows or (2048 if gpu else 512)
         _at_least(1, max_batch=max_batch, max_rows=max_rows, page_size=page_size, ring=ring)
         _at_least(0, draft_nodes=draft_nodes, draft_depth=draft_depth)
         if max_rows < max_batch:
             raise ValueError(f"max_rows={max_rows} is less than max_batch={max_batch}; a running request needs a row")
-        folder = BUNDLED if model is None else hub.load_model_files(str(model), revision, token, offline)
-        self.config = read_config(folder / "config.json")
+        if dtype == "bfloat16" and not gpu:
+            raise ValueError("dtype='bfloat16': the CPU computes in float32; use 'auto' or 'float32'")
+        self.gpu = gpu
+        if random_weights is None:
+            folder = BUNDLED if model is None else hub.load_model_files(str(model), revision, token, offline)
+            self.config, source = read_config(folder / "config.json"), backend.Source(folder)
+        else:
+            size = random_weights.lower()
+            folder, self.config = BUNDLED, published(size.removesuffix("-fp8"))
+            source = backend.Source(seed=0, fp8=size.endswith("-fp8"))
         self.max_model_len = _context(max_model_len, self.config.max_position_embeddings)
-        family = models.family(self.config.model_type)
-        mtp = {"mtp": True, "none": False, "ngram": False}.get(draft, "auto") if isinstance(draft, str) else "auto"
-        loaded = weights.load(folder, self.config, family.plan, mtp=mtp, progress=progress)
-        self.model: Decoder = family.build(self.config, loaded)
         self.tokenizer = Tokenizer.from_folder(folder)
         self.default_params = SamplingParams.from_dict(self.tokenizer.generation_defaults)
-        limits = Limits(nodes=draft_nodes, depth=draft_depth, min_prob=0.1)
-        scratch = 1 + draft_nodes
-        pages = max_batch * -(-(self.max_model_len + scratch) // page_size)
-        try:
-            self._state = State(self.config, max_batch, pages, page_size, ring, mtp=self.model.has_mtp, poison=poison)
-        except MemoryError:
-            raise ConfigError(
-                f"max_batch={max_batch} requests of max_model_len={self.max_model_len} tokens need more memory than "
-                "this machine can give; lower either (`boleinfer info` prints what a request and a token take)"
-            ) from None
-        drafter = make_drafter(draft, self.model, self._state) if isinstance(draft, str) else draft
-        scheduler = Scheduler(self._state, max_batch, max_rows, max_rows, limits, scratch)
-        self.engine = Engine(HostExecutor(self.model, self._state), drafter, scheduler)
         self._valid = self.tokenizer.valid_ids(self.config.vocab_size)
+        options = backend.Options(
+            self.max_model_len, max_batch, max_rows, page_size, ring, draft_nodes, draft_depth, poison, graphs
+        )
+        mtp = {"mtp": True, "none": False, "ngram": False}.get(draft, "auto") if isinstance(draft, str) else "auto"
+        if gpu:
+            act = device_arrays.dtype("float" if dtype == "float32" else "bf16")
+            drafts = draft in ("auto", "mtp")
+            executor = backend.load_cuda(self.config, source, options, mtp, act, self._valid, drafts, progress)
+        else:
+            executor = backend.load_host(self.config, source, options, mtp, progress)
+        self.model: Decoder = executor.model
+        self._state = executor.state
+        limits = Limits(nodes=draft_nodes, depth=draft_depth, min_prob=0.1)
+        drafter = make_drafter(draft, self.model, self._state) if isinstance(draft, str) else draft
+        scheduler = Scheduler(self._state, max_batch, max_rows, max_rows, limits, options.scratch)
+        self.engine = Engine(executor, drafter, scheduler)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -226,18 +240,16 @@ class LLM:
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """float32 [T, vocab]: row t holds the logits of the token after ids[t]."""
         tokens = self._check_ids(list(ids), "ids")
-        state, rows = self._state, self.engine.scheduler.max_rows
-        place = state.take(len(tokens))
+        rows = self.engine.scheduler.max_rows
+        place = self._state.take(len(tokens))
         try:
-            parts = []
-            for start in range(0, len(tokens), rows):
-                batch = state.batch(Forest.of([Tree.chain(tokens[start : start + rows])], [start]), [place])
-                hidden, pending = self.model.forward(batch, state)
-                state.commit(batch, pending, [np.arange(len(hidden))])
-                parts.append(self.model.logits(hidden))
+            parts = [
+                self.engine.executor.logits(tokens[start : start + rows], start, place)
+                for start in range(0, len(tokens), rows)
+            ]
             return np.concatenate(parts)
         finally:
-            state.give_back(place)
+            self._state.give_back(place)
 
     def _start(self, prompt: Prompt, params: SamplingParams | None, what: str) -> list[_Running]:
         """The requests of a prompt, one a choice; nothing is reserved yet."""
@@ -328,9 +340,9 @@ def _at_least(bound: int, **options: int) -> None:
             raise ValueError(f"{name}={value}: at least {bound} is needed")
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...], why: str) -> None:
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ValueError(f"{name}={value!r}: {why}; use {' or '.join(map(repr, allowed))}")
+        raise ValueError(f"{name}={value!r}: use {' or '.join(map(repr, allowed))}")
 
 
 def _is_id(value: object) -> bool:

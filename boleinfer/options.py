@@ -74,8 +74,13 @@ def add_hub_flags(group: argparse._ActionsContainer) -> None:
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
     """Where and how the model runs."""
     group = parser.add_argument_group("running")
-    group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
-    group.add_argument("--dtype", choices=["auto", "float32"], default="auto", help="default: auto")
+    group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto",
+                       help="default: auto, a GPU that works, else the CPU")  # fmt: skip
+    group.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto",
+                       help="of activations (default: auto, bfloat16 on a GPU, float32 on the CPU)")  # fmt: skip
+    group.add_argument("--random-weights", metavar="SIZE",
+                       help="shapes of a published model, such as qwen3.5-9b or qwen3.5-27b-fp8, made up weights")
+    group.add_argument("--no-graphs", dest="graphs", action="store_false", help="launch kernels one by one (debugging)")
     group.add_argument("-c", "--ctx-size", "--max-model-len", dest="max_model_len", type=count, metavar="N",
                        help="longest prompt plus answer, in tokens (default: the model's own limit)")  # fmt: skip
     group.add_argument("--draft", choices=["auto", "none", "ngram", "mtp"], default="auto",
@@ -103,8 +108,6 @@ def add_sampling_flags(parser: argparse.ArgumentParser, choices: bool) -> None:
 
 def load_model(args: argparse.Namespace) -> LLM:
     """The LLM that the flags ask for. Raises ConfigError, WeightsError or HubError for a model that cannot be used."""
-    if args.device == "cuda":
-        raise UsageError("--device cuda: this build has only the CPU backend yet; use --device cpu or leave it out")
     from boleinfer.llm import LLM
 
     asked = {"draft_nodes": args.draft_nodes} if args.draft_nodes is not None else {}
@@ -117,6 +120,8 @@ def load_model(args: argparse.Namespace) -> LLM:
         token=args.token,
         offline=args.offline,
         max_model_len=args.max_model_len,
+        random_weights=args.random_weights,
+        graphs=args.graphs,
         progress=_show_progress if sys.stderr.isatty() and not args.quiet else None,
         **asked,
     )

@@ -14,9 +14,9 @@ import numpy as np
 
 from boleinfer import device, kernels
 from boleinfer.config import ModelConfig
+from boleinfer.device import Fp8
 from boleinfer.device_weights import kind
 from boleinfer.memory import panels
-from boleinfer.ops import Fp8
 from boleinfer.plans import Shapes, Target
 from boleinfer.weights import BLOCK
 

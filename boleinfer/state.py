@@ -14,7 +14,7 @@ import numpy as np
 from boleinfer import device
 from boleinfer.config import ModelConfig
 from boleinfer.device import NAN_BYTE, Array
-from boleinfer.device_forest import DeviceForest
+from boleinfer.device_forest import DeviceForest, Paths
 from boleinfer.forest import Forest
 from boleinfer.memory import Allocator, OutOfPlaces, buffer
 from boleinfer.ops import gdn, gdn_inputs
@@ -176,25 +176,19 @@ class State:
             row[: len(place.pages)] = place.pages
         return Batch(forest, np.asarray([p.slot for p in places], np.int32), table)
 
-    def commit(self, batch: Batch, pending: Sequence[Factors | None], paths: Sequence[np.ndarray]) -> None:
+    def commit(self, batch: Batch, pending: Sequence[Factors | None], paths: Sequence[np.ndarray] | Paths) -> None:
         """Makes one path of each request's tree part of its past; what lies off the paths is forgotten.
 
         pending: per layer the factors that `forward` returned (None at attention layers)
         paths:   per request the accepted flat rows from a root down; may be empty
         """
-        forest, C = batch.forest, self._ring_capacity
         for layer, factors in zip(self.layers, pending):
             if isinstance(layer, GDNLayer) and factors is not None:
-                gdn_inputs.commit_window(factors.x, layer.window, batch.slot, forest, paths)
-                gdn.commit(layer.S, layer.ring, factors.k, factors.u, factors.g, batch.slot, forest, paths)
-        for b, path in enumerate(paths):
-            slot, m, T = batch.slot[b], len(path), int(forest.committed[b])
-            path = path - forest.start[b]
-            self.ring_length[slot] = gdn.ring_after(int(self.ring_length[slot]), m, C)
-            if m and path[-1] != m - 1:  # scattered rows: close the gaps
-                for layer in self.layers:
-                    if isinstance(layer, KVLayer):
-                        move_kv(layer.k, layer.v, batch.page_table[b], T + path, T + np.arange(m))
+                gdn_inputs.commit_window(factors.x, layer.window, batch.slot, batch.forest, paths)
+                gdn.commit(layer.S, layer.ring, factors.k, factors.u, factors.g, batch.slot, batch.forest, paths)
+            elif isinstance(layer, KVLayer):
+                move_kv(layer.k, layer.v, batch.page_table, batch.forest, paths)
+        gdn.advance(self.ring_length, batch.slot, paths, self._ring_capacity)
 
     @property
     def _ring_capacity(self) -> int:

@@ -71,7 +71,7 @@ def test_f13_the_mtp_layer_accepts_more_with_the_right_hidden_rows(llm, prompts)
 
     def agreement(rows: np.ndarray) -> float:
         batch = run.state.batch(Forest.of([Tree.chain(ids[1:])], [0]), [run.place])
-        y = model.mtp(np.asarray(ids[1:], np.int32), rows, batch, run.state)
+        y = model.mtp(np.asarray(ids[1:], np.int32), rows, batch.forest.position, batch, run.state)
         return float((model.logits(y).argmax(1) == logits[1:].argmax(1)).mean())
 
     good = agreement(hidden[:-1])

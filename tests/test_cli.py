@@ -228,11 +228,6 @@ def test_one_blas_thread_for_the_bundled_model(fake, monkeypatch, flags, before,
     assert os.environ.get("OPENBLAS_NUM_THREADS") == after
 
 
-def test_cuda_is_refused_plainly(capsys):
-    assert cli.main(["generate", "--device", "cuda", "x"]) == 2
-    assert "only the CPU backend" in capsys.readouterr().err
-
-
 def test_an_unexpected_failure_is_status_1_and_debug_shows_it(fake, capsys, monkeypatch):
     def broken(i):
         raise OSError("disk on fire")

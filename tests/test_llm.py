@@ -172,8 +172,8 @@ def test_bad_parameters_are_named(llm, folder):
     with pytest.raises(RequestError, match="logit_bias names token id 512"):
         llm.generate("a", SamplingParams(logit_bias={512: 1.0}))
     for options, why in [
-        ({"device": "cuda"}, "CPU only"),
-        ({"dtype": "bfloat16"}, "float32"),
+        ({"device": "tpu"}, "'auto' or 'cpu' or 'cuda'"),
+        ({"device": "cpu", "dtype": "bfloat16"}, "float32"),
         ({"draft": "magic"}, "auto, none, ngram, mtp"),
         ({"max_model_len": 513}, "1 to 512"),
         ({"max_batch": 0}, "at least 1"),

@@ -111,7 +111,7 @@ def test_mtp_equals_hf(oracle, family):
     run = Run(model)
     _, hidden = run.feed(ids)
     batch = run.state.batch(Forest.of([Tree.chain(ids[1:])], [0]), [run.place])
-    y = model.mtp(np.asarray(ids[1:], np.int32), hidden[:-1], batch, run.state)
+    y = model.mtp(np.asarray(ids[1:], np.int32), hidden[:-1], batch.forest.position, batch, run.state)
     np.testing.assert_allclose(model.logits(y), hf.mtp_logits(ids), atol=CLOSE, rtol=0)
 
 
@@ -121,7 +121,7 @@ def chain_of_mtp(model, run, ids, hidden, drafts):
     out = []
     for draft in drafts:
         batch = run.state.batch(Forest.of([Tree.chain(tokens)], [0]), [run.place])
-        y = model.mtp(np.asarray(tokens, np.int32), states, batch, run.state)
+        y = model.mtp(np.asarray(tokens, np.int32), states, batch.forest.position, batch, run.state)
         logits = model.logits(y[-1:])[0].astype(np.float64)
         out.append(np.exp(logits[draft] - np.logaddexp.reduce(logits)))
         tokens, states = [*tokens, draft], np.concatenate([states, y[-1:]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from boleinfer.decoder import Decoder
 from boleinfer.draft.auto import GraftedDrafter
 from boleinfer.draft.base import Drafter
+from boleinfer.draft.device import DeviceDrafter
 from boleinfer.draft.mtp import MTPDrafter
 from boleinfer.draft.ngram import NgramDrafter
 from boleinfer.draft.none import NoDrafter
@@ -17,12 +18,13 @@ def make_drafter(name: str, model: Decoder, state: State) -> Drafter:
     """The drafter of that name; "auto" is n-gram lookup, with the MTP layer's tree where the checkpoint has one.
 
     Raises ValueError for an unknown name, or for "mtp" where there is no MTP layer."""
+    if name not in NAMES:
+        raise ValueError(f"draft={name!r}: use one of {', '.join(NAMES)}")
     if name == "none":
         return NoDrafter()
-    if name == "ngram":
+    if name == "ngram" or (name == "auto" and not model.has_mtp):
         return NgramDrafter()
-    if name == "mtp":
-        return MTPDrafter(model, state)
-    if name == "auto":
-        return GraftedDrafter(NgramDrafter(), MTPDrafter(model, state)) if model.has_mtp else NgramDrafter()
-    raise ValueError(f"draft={name!r}: use one of {', '.join(NAMES)}")
+    if state.gpu and model.has_mtp:
+        return DeviceDrafter(NgramDrafter() if name == "auto" else None)
+    mtp = MTPDrafter(model, state)
+    return mtp if name == "mtp" else GraftedDrafter(NgramDrafter(), mtp)

@@ -114,7 +114,7 @@ class MTPDrafter:
         chains = [Tree.chain(r.tokens[s + 1 : s + 1 + len(h)]) for r, s, h in zip(late, starts, hidden)]
         forest = Forest.of(chains, starts)
         batch = self._state.batch(forest, [r.home for r in late])
-        y = self._model.mtp(forest.token, np.concatenate(hidden), batch, self._state)
+        y = self._model.mtp(forest.token, np.concatenate(hidden), forest.position, batch, self._state)
         for request, end in zip(late, forest.start[1:]):
             del self._waiting[request]  # only now: a pass that failed is made up for
             self._last[request] = y[end - 1]
@@ -127,7 +127,8 @@ class MTPDrafter:
         rows = [s + g.run[n] for s, g, nodes in zip(forest.start.tolist(), growing, chosen) for n in nodes]
         token = [g.token[n] for g, nodes in zip(growing, chosen) for n in nodes]
         hidden = np.stack([g.y[g.parent[n]] for g, nodes in zip(growing, chosen) for n in nodes])
-        y = self._model.mtp(np.asarray(token, np.int32), hidden, batch, self._state, np.asarray(rows))
+        at = np.asarray(rows)
+        y = self._model.mtp(np.asarray(token, np.int32), hidden, forest.position[at], batch, self._state, at)
         for row, (g, n) in zip(y, ((g, n) for g, nodes in zip(growing, chosen) for n in nodes)):
             g.y[n] = row
 

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from boleinfer.device import Fp8
+
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
     """1 / (1 + e^-x), any shape; 0 and 1 where e^-x passes the range of the type."""
@@ -51,16 +53,6 @@ class Case(NamedTuple):
     bound_bf16: float = 8e-3
     wide: tuple[str, ...] = ()
     gpu: bool = True
-
-
-class Fp8(NamedTuple):
-    """A matrix of FP8 (E4M3) numbers on the GPU, scaled in blocks of 128 x 128.
-
-    bits: float8_e4m3fn [..., Dout, Din]; scale: float32 [..., ceil(Dout/128), ceil(Din/128)], which multiplies
-    """
-
-    bits: Any
-    scale: Any
 
 
 def cast(value: Any, dtype: Any) -> Any:

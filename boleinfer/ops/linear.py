@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import numpy as np
 
-from boleinfer.ops import Case, sigmoid, silu
+from boleinfer import device, kernels
+from boleinfer.ops import Case, Fp8, sigmoid, silu
 
 __all__ = ["CASES", "linear", "sigmoid", "silu", "swiglu"]
 
@@ -12,7 +16,7 @@ VECTOR_ROWS = 6  # of a matrix in one piece: up to here one matrix-vector produc
 SMALL = 1_000_000  # multiply-adds up to which OpenBLAS multiplies without packing its operands first
 
 
-def linear(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+def linear(x: np.ndarray, w: np.ndarray, dtype: np.typing.DTypeLike = None) -> np.ndarray:
     """x w^T.
 
     x: [R, Din]; w: [Dout, Din], quickest column-major, or its panels [Dout/n, n, Din] (memory.panels)
@@ -26,6 +30,8 @@ def linear(x: np.ndarray, w: np.ndarray) -> np.ndarray:
         row by row               3.1   4.3   5.8   8.8  14.0  26.2
         one matrix product       3.2   6.3   7.4   8.4  10.8  15.3
     """
+    if device.on_gpu(x):
+        return _linear_gpu(x, w, x.dtype if dtype is None else dtype)
     R, dtype = x.shape[0], np.result_type(x, w)
     if w.ndim == 3:
         return _by_panels(x, w, dtype)
@@ -50,10 +56,129 @@ def _by_panels(x: np.ndarray, w: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return out[:R]
 
 
-def swiglu(gate_up: np.ndarray) -> np.ndarray:
+def swiglu(gate_up: Any) -> Any:
     """silu(gate) * up with gate and up side by side: [R, 2F] -> [R, F]. Source: Shazeer 2020, "GLU variants"."""
-    F = gate_up.shape[-1] // 2
+    R, F = gate_up.shape[0], gate_up.shape[-1] // 2
+    if device.on_gpu(gate_up):
+        out = device.empty((R, F), gate_up.dtype)
+        if out.size:
+            args = {"gate_up": gate_up, "out": out, "R": R, "F": F}
+            kernels.launch(
+                "swiglu.cu", "swiglu", (-(-F // 2048), min(R, 65535)), 256, args, constants={"Act": device.c_type(out)}
+            )
+        return out
     return silu(gate_up[..., :F]) * gate_up[..., F:]
+
+
+# ---- on the GPU ------------------------------------------------------------------------------------------------------
+
+FEW_ROWS, SOME_ROWS = 8, 128  # up to which linear_few and linear_rows are used
+MOST_TICKETS = 1024
+FILLED = 132  # blocks from which on the rows' kernel is not cut further; a constant, since sums depend on it
+
+
+def _linear_gpu(x: Any, w: Any, dtype: Any) -> Any:
+    """The kernel by types, alignment and number of rows; nothing else decides."""
+    bits, scale = (w.bits, w.scale) if isinstance(w, Fp8) else (w, None)
+    (R, Din), Dout = x.shape, bits.shape[0]
+    out = device.empty((R, Dout), dtype)
+    if not out.size:
+        return out
+    Ldx = x.strides[0] // x.itemsize if R > 1 else Din
+    args = {"x": x, "w": bits, "scale": scale, "out": out, "R": R, "Ldx": Ldx, "Din": Din, "Dout": Dout}
+    types = {"Wt": device.c_type(bits), "Out": device.c_type(out)}
+    words = Din % (16 // bits.itemsize) == 0 and Ldx % 8 == 0  # rows of x and w are whole 16-byte words
+    if device.c_type(x) != "bf16" or types["Wt"] == "float" or not words:
+        grid = -(-R // 32), min(-(-Dout // 32), 65535)
+        kernels.launch("linear_any.cu", "linear_any", grid, 256, args, constants={"Act": device.c_type(x), **types})
+    elif R <= FEW_ROWS:
+        block = 128 * _splits(Dout, Din)
+        kernels.launch("linear_few.cu", "linear_few", -(-Dout // 16), block, args, constants=types)
+    elif R <= SOME_ROWS:
+        _some_rows(args, types)
+    elif types["Wt"] != "bf16" or not _blas(x, bits, out, Ldx):
+        _many_rows(args, types)
+    return out
+
+
+def _splits(Dout: int, Din: int) -> int:
+    """Ranges that k is cut into (cuda/linear.cuh): of the sizes alone, so that a row's bits are, too."""
+    splits = 1
+    while splits < 4 and -(-Dout // 128) * splits < FILLED and 256 * splits < Din:
+        splits *= 2
+    return splits
+
+
+def _some_rows(args: dict[str, Any], types: dict[str, str]) -> None:
+    """linear_rows, with as many rows a block and stages as registers and shared memory hold."""
+    R, Dout, splits = args["R"], args["Dout"], _splits(args["Dout"], args["Din"])
+    tiles = min(8 if types["Wt"] == "bf16" else 4, next(n for n in (2, 4, 8, 16) if 8 * n >= R))
+    stage = 32768 + 8 * tiles * 256 * (1 if types["Wt"] == "bf16" else 2)
+    stages = max(2, min(4, device.shared_bytes() // stage))
+    blocks = -(-Dout // 128) * -(-R // (8 * tiles))
+    ranges, tickets = (
+        (None, None) if splits == 1 else (device.empty((splits, R, Dout), np.float32), _tickets(args["x"]))
+    )
+    more = {"ranges": ranges, "tickets": tickets, "Splits": splits, "Tickets": MOST_TICKETS}
+    kernels.launch(
+        "linear_rows.cu",
+        "linear_rows",
+        (blocks, splits),
+        256,
+        {**args, **more},
+        shared=stages * stage,
+        constants={**types, "Tiles": tiles, "Stages": stages},
+    )
+
+
+def _many_rows(args: dict[str, Any], types: dict[str, str]) -> None:
+    blocks = -(-args["Dout"] // 128) * -(-args["R"] // 128)
+    stages = 4
+    shared = stages * 128 * 32 * (2 + args["w"].itemsize)
+    constants = {**types, "Stages": stages}
+    kernels.launch("linear_tiles.cu", "linear_tiles", blocks, 256, args, shared=shared, constants=constants)
+
+
+def _tickets(like: Any) -> Any:
+    """Zeros [MOST_TICKETS] that linear_rows leaves as zeros; one stream at a time of a device may use them."""
+    return _tickets_of(type(like).__name__, getattr(getattr(like, "device", None), "id", 0))
+
+
+@functools.cache
+def _tickets_of(kind: str, device_id: int) -> Any:
+    return device.upload(np.zeros(MOST_TICKETS, np.int32))
+
+
+def _blas(x: Any, w: Any, out: Any, Ldx: int) -> bool:
+    """out = x w^T through cuBLAS, where it is installed and no graph is being captured; says whether it was done."""
+    cupy, cublas = _cublas()
+    if cublas is None or not isinstance(x, cupy.ndarray):
+        return False
+    stream = cupy.cuda.get_current_stream()
+    if cupy.cuda.runtime.streamIsCapturing(stream.ptr):
+        return False
+    (R, Din), Dout = x.shape, len(w)
+    one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
+    bf16, result = 14, {"bf16": 14, "float": 0}[device.c_type(out)]  # cudaDataType
+    cublas.gemmEx(
+        cupy.cuda.device.get_cublas_handle(),
+        *(cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, Dout, R, Din),  # by columns: out^T = w x^T
+        *(one.ctypes.data, w.data.ptr, bf16, Din, x.data.ptr, bf16, Ldx),
+        *(zero.ctypes.data, out.data.ptr, result, Dout),
+        *(cublas.CUBLAS_COMPUTE_32F, cublas.CUBLAS_GEMM_DEFAULT),
+    )
+    return True
+
+
+@functools.cache
+def _cublas() -> tuple[Any, Any]:
+    """CuPy and its binding of cuBLAS; (None, None) where the library is not installed."""
+    try:
+        import cupy
+        from cupy_backends.cuda.libs import cublas
+    except ImportError:
+        return None, None
+    return cupy, cublas
 
 
 def _linear_case(R: int, Din: int, Dout: int) -> Case:
