@@ -48,7 +48,7 @@ class Part(NamedTuple):
 
 
 class InputArrays(NamedTuple):
-    """int32 views of one buffer for up to R rows and B requests, on the host or on the GPU.
+    """int32 views of one buffer for up to R rows, B requests and n sampled rows, on the host or on the GPU.
 
     start:   [B+1], first rows; an unused request is empty and comes after those in use
     slot:    [B], -1 for an unused request
@@ -56,6 +56,7 @@ class InputArrays(NamedTuple):
     complete, next_token, draft_nodes, draft_depth: [B], as in Part
     token:   [R], -1 for the slot's last token, -(2 + j) for node j of its draft, which stands at row known + j
     parent:  [R], index inside the request, -1 root, -2 unused; not read where the row is a node of the slot's draft
+    wanted:  [n], flat rows after which a token may be sampled: of complete requests, from the root on; -1 behind them
     """
 
     start: Array
@@ -67,28 +68,30 @@ class InputArrays(NamedTuple):
     draft_depth: Array
     token: Array
     parent: Array
+    wanted: Array
 
 
 class StepInputs:
     """What the host says of a step, in one buffer: up to `rows` rows of up to `requests` requests.
 
-    host: where it is written, int32 [StepInputs.size(rows, requests)] (pinned memory makes the copy asynchronous: then
-          it must not be filled again before the copy is done); ordinary memory when None
-    on:   the same on the GPU
+    sampled: rows after which a token may be sampled, at most
+    buffer:  where the host writes it, int32 [StepInputs.size(...)]; pinned memory makes the copy asynchronous, and then
+             must not be filled again before the copy is done; ordinary memory when None
+    host:    its arrays there; on: the same on the GPU
     """
 
-    def __init__(self, rows: int, requests: int, host: np.ndarray | None = None) -> None:
-        n = self.size(rows, requests)
+    def __init__(self, rows: int, requests: int, sampled: int, buffer: np.ndarray | None = None) -> None:
+        n = self.size(rows, requests, sampled)
         self.rows, self.requests = rows, requests
-        self._host = np.empty(n, np.int32) if host is None else host
-        self._buffer = device.empty(n, np.int32)
-        self.host, self.on = (_input_arrays(x, rows, requests) for x in (self._host, self._buffer))
+        self._host = np.empty(n, np.int32) if buffer is None else buffer
+        self._device = device.empty(n, np.int32)
+        self.host, self.on = (_input_arrays(x, rows, requests) for x in (self._host, self._device))
         self.fill(())
 
     @staticmethod
-    def size(rows: int, requests: int) -> int:
+    def size(rows: int, requests: int, sampled: int) -> int:
         """Integers of the buffer."""
-        return 2 * rows + 7 * requests + 1
+        return 2 * rows + 7 * requests + 1 + sampled
 
     def fill(self, parts: Sequence[Part]) -> None:
         """Writes a step into the host's buffer.
@@ -102,27 +105,34 @@ class StepInputs:
                 f"its buffer holds {self.rows} rows of {self.requests} requests"
             )
         h, n = self.host, len(parts)
-        h.start[: n + 1] = np.cumsum([0, *(len(token) for token, _ in trees)])
-        h.start[n + 1 :] = total
+        start = np.cumsum([0, *(len(token) for token, _ in trees)])
+        known = [1 if p.known is None else len(p.known) for p in parts]
+        wanted = [
+            r for p, s, m, end in zip(parts, start, known, start[1:]) if p.complete for r in range(s + m - 1, end)
+        ]
+        if len(wanted) > len(h.wanted):
+            raise ValueError(f"a step that samples after {len(wanted)} rows; its buffer holds {len(h.wanted)}")
+        h.start[: n + 1], h.start[n + 1 :] = start, total
         columns = (
             (h.slot, [p.slot for p in parts], -1),
-            (h.known, [1 if p.known is None else len(p.known) for p in parts], 0),
+            (h.known, known, 0),
             (h.complete, [int(p.complete) for p in parts], 0),
             (h.next_token, [p.next_token for p in parts], -1),
             (h.draft_nodes, [p.draft_nodes for p in parts], 0),
             (h.draft_depth, [p.draft_depth for p in parts], 0),
+            (h.wanted, wanted, -1),
         )
         for array, values, unused in columns:
-            array[:n] = values
-            array[n:] = unused
+            array[: len(values)] = values
+            array[len(values) :] = unused
         h.token[total:], h.parent[total:] = -1, -2
-        for first, (token, parent) in zip(h.start, trees):
+        for first, (token, parent) in zip(start, trees):
             h.token[first : first + len(token)] = token
             h.parent[first : first + len(token)] = parent
 
     def send(self) -> None:
         """Queues the copy to the GPU on the current stream."""
-        _write(self._buffer, self._host)
+        device.write(self._device, self._host)
 
 
 class Slots:
@@ -150,9 +160,9 @@ class Slots:
             raise ValueError(f"a request of {len(pages)} pages; a slot holds {M}")
         row = np.full(M, -1, np.int32)
         row[: len(pages)] = pages
-        _write(self.pages[slot], row)
+        device.write(self.pages[slot], row)
         for array, value in ((self.last_token, -1), (self.length, committed), (self.draft_count, 0)):
-            _write(array[slot : slot + 1], np.asarray([value], np.int32))
+            device.write(array[slot : slot + 1], np.asarray([value], np.int32))
 
 
 class Emitted(NamedTuple):
@@ -325,7 +335,7 @@ def _rows(part: Part) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _input_arrays(buffer: Array, R: int, B: int) -> InputArrays:
-    ends = np.cumsum([0, B + 1, B, B, B, B, B, B, R, R]).tolist()
+    ends = [0, *np.cumsum([B + 1, B, B, B, B, B, B, R, R]).tolist(), len(buffer)]
     return InputArrays(*(buffer[a:b] for a, b in zip(ends, ends[1:])))
 
 
@@ -334,11 +344,3 @@ def _minus_ones(shape: tuple[int, ...]) -> Array:
     array = device.empty(shape, np.int32)
     device.fill(array, 0xFF)
     return array
-
-
-def _write(array: Array, values: np.ndarray) -> None:
-    """Queues a copy of a host array over a contiguous GPU array."""
-    if isinstance(array, np.ndarray):
-        array[...] = values
-    else:
-        array.data.copy_from_host_async(values.ctypes.data, array.nbytes)

@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(1024) candidates(
     }
   }
   const float top = block_max(m);
-  const float total = block_sum(m == -inf() ? sum : sum * expf(m - top));  // NaN where one logit is
+  const float total = block_sum(sum * expf(m - top));  // NaN where one logit is
 
   merge(best);
   if (lane == 0) {

@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(1024) plant(
   const long long draft = (long long)s * L;
   bool tangled = false;  // a row is not below the one before it
 
-  // token and parent; node j of the draft stands at row known + j, its roots hang on the last known row
+  // token and parent: node j of the draft stands at row known + j, its roots hang on the last known row
   for (int n = threadIdx.x; n < N; n += blockDim.x) {
     const int row = first + n, j = -2 - given_token[row];
     int t = given_token[row], p = given_parent[row];

@@ -9,8 +9,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # several test processes on few c
 import pytest
 from hypothesis import settings
 
-from boleinfer import nvrtc
-from tests import tiny
+from boleinfer import kernels, nvrtc
+from tests import emulator, tiny
 
 settings.register_profile("ci", derandomize=True)  # CI judges a change, not the luck of new inputs; others explore
 if os.environ.get("CI"):
@@ -38,3 +38,19 @@ def compiler():
         return nvrtc.toolchain()
     except nvrtc.ToolchainError as error:
         pytest.skip(f"nothing was compiled: {error}")
+
+
+@pytest.fixture(params=["forward", "random", pytest.param("cuda", marks=pytest.mark.gpu)])
+def gpu(request):
+    """Where kernels run: the emulator, its threads in that order, then a real GPU; or a skip that says so."""
+    if request.param == "cuda":
+        try:
+            kernels.open_gpu()
+        except nvrtc.ToolchainError as error:
+            pytest.skip(f"the kernels were NOT run: {error}")
+        yield
+    elif problem := emulator.missing():
+        pytest.skip(problem)
+    else:
+        with emulator.emulated(order=request.param):
+            yield
