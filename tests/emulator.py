@@ -168,6 +168,9 @@ class _Gpu:
         self.given = []
         return 0
 
+    def arch(self, device: int) -> str:
+        return "90"
+
     def is_array(self, value: Any) -> bool:
         return isinstance(value, EmulatedArray)
 
