@@ -60,7 +60,7 @@ __device__ __forceinline__ void fetch(float* tile, const float* from, long long 
 }
 
 // Keys, log decays, parents and ancestors of the rows of a window; zeros for rows not in use.
-__device__ void gather_rows(const Window& w, const Act* k, const float* g, const int* parent, const int* request,
+__device__ __forceinline__ void gather_rows(const Window& w, const Act* k, const float* g, const int* parent, const int* request,
                             const unsigned* bits, bool chain, int b, int h, int Hk, int Hv, long long tree) {
   for (int n = threadIdx.x; n < w.columns() - w.from; n += THREADS) {
     const long long row = w.first + n;
@@ -79,7 +79,7 @@ __device__ void gather_rows(const Window& w, const Act* k, const float* g, const
 }
 
 // The same for the ring, a chain.
-__device__ void gather_ring(const Window& w, const Act* k, const float* g, int h, int Hk, int Hv) {
+__device__ __forceinline__ void gather_ring(const Window& w, const Act* k, const float* g, int h, int Hk, int Hv) {
   for (int i = threadIdx.x; i < w.from; i += THREADS) {
     const bool used = i < w.ring;
     w.key[i] = used ? k + ((long long)i * Hk + h / (Hv / Hk)) * K : nullptr;
@@ -89,7 +89,7 @@ __device__ void gather_ring(const Window& w, const Act* k, const float* g, int h
 }
 
 // G of every column as a float and what it lacks.
-__device__ void sum_decays(const Window& w) {
+__device__ __forceinline__ void sum_decays(const Window& w) {
   __syncthreads();
   sum_paths<MOST>(w.sum, w.up, w.columns());
   for (int i = threadIdx.x; i < w.columns(); i += THREADS) {
@@ -101,7 +101,7 @@ __device__ void sum_decays(const Window& w) {
 }
 
 // W of rows n0 .. n0+15 with all columns up to their own; 0 where a column is not on the row's path.
-__device__ void weights(const Window& w, const Rows<Act> (&x)[2], int n0, const Lane& me) {
+__device__ __forceinline__ void weights(const Window& w, const Rows<Act> (&x)[2], int n0, const Lane& me) {
   for (int tile = me.warp; tile * COLUMNS < w.from + n0 + BLOCK; tile += WARPS) {
     const int column = tile * COLUMNS + 2 * me.quad;
     float d[2][4] = {};
@@ -178,7 +178,7 @@ __device__ __forceinline__ void advance_state(const Window& w, const Lane& me) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) gdn(
+extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn(
     const Act* __restrict__ q,               // [R, Hk, K] aligned 16
     const Act* __restrict__ k,               // [R, Hk, K] aligned 16
     const Act* __restrict__ v,               // [R, Hv, V] aligned 16

@@ -56,7 +56,7 @@ __device__ __forceinline__ double clamped(float g) { return g < -800.0f ? -800.0
 // sum[i] += sums along `up` (index of the parent, -1 at the end) to the root, in float64: distances double each round.
 // All threads together; up is used up. Columns: MOST at most.
 template <int MOST>
-__device__ void sum_paths(double* sum, int* up, int columns) {
+__device__ __forceinline__ void sum_paths(double* sum, int* up, int columns) {
   constexpr int EACH = (MOST + THREADS - 1) / THREADS;
   for (int reach = 1; reach < columns; reach *= 2) {
     double more[EACH];

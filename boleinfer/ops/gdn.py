@@ -272,12 +272,9 @@ WIDTHS = 16, 32, 64, 128  # of K and V that the kernels are for
 
 def _tiles(k: Array, S: Array, ring: Ring, B: int) -> tuple[dict[str, Any], tuple[int, int, int], int]:
     """Constants, grid and block: a block takes up to 32 columns of V of one head, 16 where few blocks would run."""
-    Hv, K, V = S.shape[1:]
-    C = ring.k.shape[1]
+    (Hv, K, V), C = S.shape[1:], ring.k.shape[1]
     if K not in WIDTHS or V not in WIDTHS or C > CHUNK:
-        raise KernelError(
-            f"gdn: K={K}, V={V} and a ring of {C}; on the GPU K and V are one of {WIDTHS} and a ring holds up to {CHUNK}"
-        )
+        raise KernelError(f"gdn: K={K}, V={V}, a ring of {C}; the GPU takes K, V in {WIDTHS} and rings up to {CHUNK}")
     width = min(V, 32 if B * Hv * V >= 4096 else 16)
     constants = {"Act": device.c_type(k), "K": K, "V": V, "Vt": width}
     return constants, (V // width, Hv, B), 4 * width
@@ -292,10 +289,9 @@ def _launch(
     columns = sum(-(-n // BLOCK) * BLOCK for n in (C, min(R, TREE_ROWS)))
     pitch = columns + 16 * (columns % 32 == 0)
     shared = 4 * constants["Vt"] * (K + columns) + 8 * BLOCK * pitch + 20 * columns + 16 * TREE_ROWS
-    args = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "S": S, "slot": slot, "o": o, "u": u}
-    args |= {"ring_k": ring.k, "ring_u": ring.u, "ring_g": ring.g, "length": ring.length}
+    args = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "S": S, "slot": slot, "o": o, "u": u, "Hk": Hk, "Hv": Hv}
+    args |= {"ring_k": ring.k, "ring_u": ring.u, "ring_g": ring.g, "length": ring.length, "C": C, "Cols": columns}
     args |= {name: getattr(forest, name) for name in ("start", "chain", "parent", "request", "ancestors")}
-    args |= {"Hk": Hk, "Hv": Hv, "C": C, "Cols": columns}
     if R and B:
         kernels.launch("gdn.cu", "gdn", grid, block, args, shared=shared, constants=constants)
     return o, u
@@ -317,55 +313,88 @@ def _launch_commit(
 # ---- CASES -----------------------------------------------------------------------------------------------------------
 
 
-def _rows(rng: np.random.Generator, T: int, Hk: int, Hv: int, K: int, V: int) -> dict[str, Any]:
+def _rows(rng: np.random.Generator, T: int, Hk: int, Hv: int, K: int, V: int, hard: bool = False) -> dict[str, Any]:
+    """q, k, v, g and beta of T rows; hard: keys that nearly coincide, beta near 1, decays from none to a full reset."""
     q, k = rng.standard_normal((2, T, Hk, K))
-    return {
-        "q": q / np.linalg.norm(q, axis=-1, keepdims=True) * K**-0.5,
-        "k": k / np.linalg.norm(k, axis=-1, keepdims=True),
-        "v": rng.standard_normal((T, Hv, V)),
-        "g": -np.exp(rng.uniform(-8, 3, (T, Hv))),
-        "beta": rng.uniform(0, 1, (T, Hv)),
-    }
+    g, beta = -np.exp(rng.uniform(-8, 3, (T, Hv))), rng.uniform(0, 1, (T, Hv))
+    if hard:
+        k, beta = k[:1] + 1e-2 * k, 1 - beta / 100
+        g = rng.choice([0, -1e-6, -0.1, -6, -88, -1e4, -np.inf], (T, Hv), p=[0.4, 0.2, 0.2, 0.05, 0.05, 0.05, 0.05])
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    return {"q": q * K**-0.5, "k": k, "v": rng.standard_normal((T, Hv, V)), "g": g, "beta": beta}
 
 
 def _path_case(T: int, Hk: int, Hv: int, K: int, V: int) -> Case:
     def build(rng: np.random.Generator) -> dict[str, Any]:
         return {**_rows(rng, T, Hk, Hv, K, V), "S": rng.standard_normal((Hv, K, V))}
 
-    return Case(f"T={T} Hk={Hk} Hv={Hv} K={K} V={V}", build)
+    return Case(f"T={T} Hk={Hk} Hv={Hv} K={K} V={V}", build, gpu=False)
 
 
-def _forest_case(trees: list[list[int]], C: int, Hk: int, Hv: int, K: int, V: int) -> Case:
+def _forest_case(trees: list[list[int]], C: int, *sizes: int, hard: bool = False, commits: bool = False) -> Case:
+    """A batch for gdn, or for commit: the path to the last node of each tree, of every fifth tree none.
+
+    sizes: Hk, Hv, K, V. Slot s holds s % (C+1) ring entries; all that nobody owns or has written is NaN.
+    """
+    Hk, Hv, K, V = sizes
+
     def build(rng: np.random.Generator) -> dict[str, Any]:
         slots = len(trees) + 1
+        slot, length = np.arange(slots - 1, 0, -1), np.arange(slots) % (C + 1)
         forest = Forest.of([Tree.of([0] * len(p), p) for p in trees], [C] * len(trees))
-        past = _rows(rng, slots * C, Hk, Hv, K, V)
+        rows, past = (_rows(rng, T, Hk, Hv, K, V, hard) for T in (len(forest), slots * C))
         k, u, g = (past[name].reshape(slots, C, *past[name].shape[1:]) for name in "kvg")
-        return {
-            **_rows(rng, len(forest), Hk, Hv, K, V),
-            "S": rng.standard_normal((slots, Hv, K, V)),
-            "ring": Ring(k, u, g, np.arange(slots) % (C + 1)),
-            "slot": np.arange(slots - 1, 0, -1),
-            "forest": forest,
-        }
+        for array in (k, u, g):
+            array[np.arange(C) >= length[:, None]] = np.nan
+        S = rng.standard_normal((slots, Hv, K, V))
+        S[0] = np.nan
+        memory = {"S": S, "ring": Ring(k, u, g, length), "slot": slot, "forest": forest}
+        if not commits:
+            return rows | memory
+        nodes = [t.path(len(t) - 1)[: len(t) * (b % 5 < 4)] for b, t in enumerate(forest.trees)]
+        paths = [path + start for path, start in zip(nodes, forest.start)]
+        return {"k": rows["k"], "u": rows["v"], "g": rows["g"], **memory, "paths": paths}
 
-    return Case(f"R={'+'.join(str(len(p)) for p in trees)} C={C} Hk={Hk} Hv={Hv} K={K} V={V}", build)
+    label = f"R={'+'.join(str(len(p)) for p in trees)} C={C} Hk={Hk} Hv={Hv} K={K} V={V}" + " hard" * hard
+    outputs, bound = (("S", "ring"), 2e-6) if commits else ((), 4e-3)
+    wide = ("u", "g", "beta", "S", "ring.u", "ring.g")
+    return Case(label, build, outputs, bound_bf16=bound, wide=wide, gpu=K in WIDTHS and V in WIDTHS)
+
+
+def _chain(n: int) -> list[int]:
+    return list(range(-1, n - 1))
+
+
+def _binary(n: int) -> list[int]:
+    return [(i - 1) // 2 if i else -1 for i in range(n)]
 
 
 _RAGGED = [-1, 0, 0, 1, 2, 1, 3, -1, 4, 7, 6]
-_LONG = list(range(-1, 128))
 _PATHS = [(1, 1, 1, 3, 5), (3, 1, 3, 7, 5), (65, 2, 4, 128, 128), (256, 16, 32, 128, 128)]
 CASES = {
     "recurrent": [_path_case(*sizes) for sizes in _PATHS],
     "chunked": [_path_case(*sizes) for sizes in _PATHS],
     "gdn": [
-        _forest_case(trees, C, Hk, Hv, K, V)
-        for trees, C, Hk, Hv, K, V in [
-            ([[-1]], 1, 1, 1, 3, 5),
-            ([_RAGGED, [-1], _LONG], 5, 1, 3, 7, 5),
-            ([_RAGGED, [-1]], 32, 2, 4, 128, 128),
-            ([[-1]] * 4, 16, 16, 32, 128, 128),
-            ([_LONG, _RAGGED], 32, 16, 48, 128, 128),
-        ]
+        _forest_case([[-1]], 1, 1, 1, 3, 5),
+        _forest_case([_RAGGED, [-1], _chain(129)], 5, 1, 3, 7, 5),
+        _forest_case([[-1]], 1, 1, 1, 16, 16),
+        _forest_case([_RAGGED, [-1], _chain(129)], 5, 1, 3, 16, 32),
+        _forest_case([_binary(n) for n in (2, 16, 17, 64, 65, 128)], 7, 2, 4, 32, 16),
+        _forest_case([_chain(n) for n in (63, 64, 65, 129, 300)], 64, 1, 4, 16, 16),
+        _forest_case([[-1]] * 8, 7, 1, 2, 64, 64),
+        _forest_case([_binary(40), _chain(130), _RAGGED], 16, 1, 3, 32, 32, hard=True),
+        _forest_case([_RAGGED, [-1]], 32, 2, 4, 128, 128),
+        _forest_case([[-1]] * 4, 16, 16, 32, 128, 128),
+        _forest_case([_binary(64)], 32, 16, 16, 128, 128),
+        _forest_case([_chain(130), _RAGGED, _binary(128)], 32, 16, 48, 128, 128),
+        _forest_case([_binary(128), _chain(300)], 64, 16, 64, 128, 128, hard=True),
+    ],
+    "commit": [
+        _forest_case([_RAGGED, [-1], _chain(129)], 5, 1, 3, 7, 5, commits=True),
+        _forest_case([_chain(3)] * 7 + [_chain(130), _RAGGED, _chain(8)], 7, 2, 4, 32, 16, commits=True),
+        _forest_case([_chain(n) for n in (64, 65, 63, 1, 300)], 64, 1, 4, 16, 16, commits=True),
+        _forest_case([_chain(200), _RAGGED, _chain(17)], 16, 1, 3, 32, 32, hard=True, commits=True),
+        _forest_case([_binary(64), _chain(2)], 32, 2, 4, 64, 128, commits=True),
+        _forest_case([_chain(1000), _binary(100)], 32, 16, 32, 128, 128, commits=True),
     ],
 }
