@@ -3,29 +3,31 @@
 // width alone (linear.cuh, one range). Slots, places and their order are made by moe_group.cu.
 //
 // grid: ceil(F / 16) or ceil(D / 32) x slots x splits; a block owns two tiles of 16 outputs of the slot's expert (16 of gate
-// and the same of up; 32 of down), for the split's share of its rows, up to 8 PASS at a time. Slots without rows end at
+// and the same of up; 32 of down), for the split's share of its rows, up to 8 Tiles at a time. Slots without rows end at
 // once. block: 128; a warp owns every fourth chunk of k, for all rows. Weights go from memory to registers, 16 (FP8: 8)
-// words of 16 bytes in flight a thread. shared: 37.4 KB (FP8: 18.7 KB), the warps' sums.
-// Read twice: the weights once for every 8 PASS rows, x by every block of its experts (L1, L2).
+// words of 16 bytes in flight a thread. shared: 4.6 KB Tiles, the warps' sums.
+// Read twice: the weights once for every 8 Tiles rows, x by every block of its experts (L1, L2).
 //
-// sizes: Wt=bf16,fp8
+// sizes: Wt=bf16 Tiles=1,8 | Wt=fp8 Tiles=1,4
 #include "linear.cuh"
 
-constexpr int PASS = sizeof(Wt) == 2 ? 8 : 4;  // tiles of 8 rows that are multiplied together, at most
-constexpr int BLOCKS = sizeof(Wt) == 2 ? 3 : 2;  // on a multiprocessor, at least
-constexpr int STRIDE = 36;                     // of a row's 32 sums: the lanes of a warp write to different banks
+constexpr int BLOCKS = Tiles == 1 ? 4 : sizeof(Wt) == 2 ? 3 : 2;  // on a multiprocessor, at least
+constexpr int STRIDE = 36;  // of a row's 32 sums: the lanes of a warp write to different banks
 
-__shared__ float part[WARPS_OF_K][8 * PASS][STRIDE];
-__shared__ long long from[8 * PASS];  // where a row of x begins
+__shared__ float part[WARPS_OF_K][8 * Tiles][STRIDE];
 
 __device__ __forceinline__ int scales_of(int n) { return (n + SCALED - 1) / SCALED; }
 
-// The warp's sums of 2 tiles of outputs and TILES tiles of rows, to `part`. w: rows g and g+8 of either tile.
-template <int TILES>
-__device__ void sum_tiles(const Wt* const (&w)[4], const float* const (&scale)[2], const bf16* x, int K) {
+// The warp's sums of 2 tiles of outputs and TILES tiles of rows, to `part`. w: rows g and g+8 of either tile;
+// row(n): which row of x is the n-th.
+template <int TILES, class Row>
+__device__ void sum_tiles(const Wt* const (&w)[4], const float* const (&scale)[2], const bf16* x, int K, Row row) {
   constexpr int WORDS = sizeof(Wt), DEPTH = TILES == 1 ? 2 : 1;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
   float sum[2][TILES][4] = {};
+  int rows[TILES];
+#pragma unroll
+  for (int n = 0; n < TILES; n++) rows[n] = row(8 * n + g);
   for (int k = warp * CHUNK; k < K; k += DEPTH * STEP) {
     uint4 words[DEPTH][4][WORDS];
 #pragma unroll
@@ -46,12 +48,12 @@ __device__ void sum_tiles(const Wt* const (&w)[4], const float* const (&scale)[2
       const Fragments<Wt> first[2] = {{words[d][0][0], words[d][1][0]}, {words[d][2][0], words[d][3][0]}};
 #pragma unroll
       for (int n = 0; n < TILES; n++) {
-        const bf16* row = x + from[8 * n + g];
+        const bf16* from = x + (long long)rows[n] * K;
         uint4 xs[2];
 #pragma unroll
         for (int p = 0; p < 2; p++) {
           const int at = start + (WORDS == 2 ? 32 * p + 8 * t : 16 * t + 8 * p);
-          xs[p] = load_or_zero(row + at, at < K);
+          xs[p] = load_or_zero(from + at, at < K);
         }
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -79,15 +81,16 @@ __device__ void sum_tiles(const Wt* const (&w)[4], const float* const (&scale)[2
   }
 }
 
-__device__ void sum_rows(const Wt* const (&w)[4], const float* const (&scale)[2], const bf16* x, int rows, int K) {
-  if (rows <= 8) {
-    sum_tiles<1>(w, scale, x, K);
-  } else if (rows <= 16) {
-    sum_tiles<2>(w, scale, x, K);
-  } else if (rows <= 32) {
-    sum_tiles<4>(w, scale, x, K);
+template <class Row>
+__device__ void sum_rows(const Wt* const (&w)[4], const float* const (&scale)[2], const bf16* x, int K, int n, Row row) {
+  if (Tiles == 1 || n <= 8) {
+    sum_tiles<1>(w, scale, x, K, row);
+  } else if (n <= 16) {
+    sum_tiles<2>(w, scale, x, K, row);
+  } else if (n <= 32) {
+    sum_tiles<4>(w, scale, x, K, row);
   } else {
-    sum_tiles<PASS>(w, scale, x, K);
+    sum_tiles<Tiles>(w, scale, x, K, row);
   }
 }
 
@@ -121,17 +124,16 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS) gate_up(
   const float* scales = scale + e * scales_of(2 * F) * scales_of(D);
   const float* const rows_of_scales[2] = {scales + f0 / SCALED * scales_of(D), scales + (F + f0) / SCALED * scales_of(D)};
 
-  for (int n = first[blockIdx.y] + blockIdx.z * 8 * PASS; n < last; n += gridDim.z * 8 * PASS) {
-    const int rows = min(8 * PASS, last - n);
-    if (threadIdx.x < 8 * PASS) from[threadIdx.x] = (long long)D * (order[n + (threadIdx.x < rows ? threadIdx.x : 0)] / A);
-    __syncthreads();
-    sum_rows(w, rows_of_scales, x, rows, D);
+  for (int n = first[blockIdx.y] + blockIdx.z * 8 * Tiles; n < last; n += gridDim.z * 8 * Tiles) {
+    const int rows = min(8 * Tiles, last - n);
+    sum_rows(w, rows_of_scales, x, D, rows, [&](int i) { return order[n + min(i, rows - 1)] / A; });
     __syncthreads();
     for (int i = threadIdx.x; i < 16 * rows; i += blockDim.x) {
       const int row = i / 16, f = i % 16;
       const float value = silu(total(row, f)) * total(row, 16 + f);
       if (f0 + f < F) hidden[(long long)(n + row) * F + f0 + f] = from_float<bf16>(value);
     }
+    __syncthreads();
   }
 }
 
@@ -155,15 +157,14 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS) down(
   const float* row_of_scales = scale + (e * scales_of(D) + d0 / SCALED) * scales_of(F);
   const float* const rows_of_scales[2] = {row_of_scales, row_of_scales};
 
-  for (int n = first[blockIdx.y] + blockIdx.z * 8 * PASS; n < last; n += gridDim.z * 8 * PASS) {
-    const int rows = min(8 * PASS, last - n);
-    if (threadIdx.x < 8 * PASS) from[threadIdx.x] = (long long)F * (n + (threadIdx.x < rows ? threadIdx.x : 0));
-    __syncthreads();
-    sum_rows(w, rows_of_scales, hidden, rows, F);
+  for (int n = first[blockIdx.y] + blockIdx.z * 8 * Tiles; n < last; n += gridDim.z * 8 * Tiles) {
+    const int rows = min(8 * Tiles, last - n);
+    sum_rows(w, rows_of_scales, hidden, F, rows, [&](int i) { return n + min(i, rows - 1); });
     __syncthreads();
     for (int i = threadIdx.x; i < 32 * rows; i += blockDim.x) {
       const int row = i / 32, d = d0 + i % 32;
       if (d < D) y[(long long)order[n + row] * D + d] = total(row, i % 32);
     }
+    __syncthreads();
   }
 }

@@ -141,11 +141,14 @@ def _experts(x: Array, groups: _Groups, gate_up: Array | Fp8, down: Array | Fp8)
     hidden, y = device.empty((R * A, F), x.dtype), device.empty((R * A, D), np.float32)
     act, wt = device.c_type(x), device.c_type(up_weights)
     tiled = act == "bf16" and wt in ("bf16", "fp8") and (D | F) % (8 if wt == "bf16" else 16) == 0
-    file, prefix, features, outputs, rows = (
-        ("moe_experts.cu", "", 16, 32, 64) if tiled else ("moe_plain.cu", "plain_", 4, 4, 8)
-    )
+    most = 1 if R <= 8 else 8 if wt == "bf16" else 4  # tiles of 8 rows that a block multiplies together
+    file, prefix = "moe_experts.cu", ""
+    constants: dict[str, int | str] = {"Wt": wt, "Tiles": most}
+    features, outputs, rows = 16, 32, 8 * most  # of a block
+    if not tiled:
+        file, prefix, constants = "moe_plain.cu", "plain_", {"Act": act, "Wt": wt}
+        features, outputs, rows = 4, 4, 8
     splits = min(64, -(-R * A // (slots * rows)))
-    constants = {"Wt": wt} if tiled else {"Act": act, "Wt": wt}
     where = {"expert_of": groups.expert_of, "first": groups.first, "order": groups.order, "D": D, "F": F}
     args = {**where, "x": x, "weights": up_weights, "scale": up_scale, "hidden": hidden, "A": A}
     kernels.launch(file, prefix + "gate_up", (-(-F // features), slots, splits), 128, args, constants=constants)
