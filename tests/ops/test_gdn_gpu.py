@@ -1,0 +1,259 @@
+"""The gated delta rule on the emulator and on a real GPU: forests in envelopes, poison, commits step after step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from boleinfer import device
+from boleinfer.device_forest import DeviceForest, Paths
+from boleinfer.forest import Forest
+from boleinfer.kernels import KernelError
+from boleinfer.ops import gdn as ops
+from boleinfer.ops.gdn import Ring, advance, commit, fold, gdn, ring_after, tree
+from tests import strategies as some
+
+BOUND = {"float": (1e-5, 1e-5), "bf16": (8e-3, 1e-4)}  # of o, and of u and the state
+
+
+def near(out, ref, bound, what):
+    error = np.abs(np.asarray(out, np.float64) - ref).max(initial=0) / max(1.0, np.abs(ref).max(initial=0))
+    assert error <= bound, f"{what}: {error:.1e} off"
+
+
+class Envelope:
+    """A forest with unused rows among, between and behind its own."""
+
+    def __init__(self, rng, trees, holes=True):
+        self.forest = Forest.of([some.tree_of(p) for p in trees], [0] * len(trees))
+        spare = [int(rng.choice([0, 0, 1, 4])) * holes for _ in trees]
+        spans = [len(p) + n for p, n in zip(trees, spare)]
+        in_order = [t.is_chain and rng.random() < 0.5 for t in self.forest.trees]
+        places = [  # holes lie behind a chain, or among the rows
+            np.arange(len(p)) if straight else np.sort(rng.permutation(span)[: len(p)])
+            for p, span, straight in zip(trees, spans, in_order)
+        ]
+        self.start = np.cumsum([0, *spans]).astype(np.int32)
+        self.flat = np.concatenate([s + p for s, p in zip(self.start, places)]).astype(np.int32)
+        self.R = int(self.start[-1]) + int(rng.integers(0, 3)) * holes
+        self.request, self.parent = np.full(self.R, -1, np.int32), np.full(self.R, -2, np.int32)
+        self.bits, self.chain = np.full((self.R, 4), 0xFFFFFFFF, np.uint32), np.zeros(len(trees), np.int32)
+        for b, (nodes, place) in enumerate(zip(self.forest.trees, places)):
+            at = self.start[b] + place
+            self.request[at] = b
+            self.parent[at] = np.where(nodes.parent < 0, -1, at[nodes.parent] if len(at) else -1)
+            self.chain[b] = nodes.is_chain and (len(place) > 128 or rng.random() < 0.7 or len(nodes) > 64)
+            if not self.chain[b]:
+                seen = np.zeros((len(at), 128), bool)
+                seen[:, place] = nodes.ancestors
+                self.bits[at] = np.packbits(seen, axis=1, bitorder="little").view("<u4")
+
+    def upload(self):
+        nothing = np.full(self.R, -1, np.int32)
+        arrays = dict.fromkeys(("token", "depth", "position", "kv_slot"), nothing)
+        arrays |= {"request": self.request, "parent": self.parent, "ancestors": self.bits, "chain": self.chain}
+        arrays |= {"start": self.start, "committed": np.zeros(len(self.chain), np.int32)}
+        return DeviceForest(**{name: device.upload(array) for name, array in arrays.items()})
+
+    def rows(self, array):
+        """The array's rows at their places, NaN between them, on the GPU."""
+        wide = np.full((self.R, *array.shape[1:]), np.nan, array.dtype)
+        wide[self.flat] = array
+        return device.upload(wide)
+
+    def paths(self, nodes):
+        """Accepted nodes of each tree as Paths."""
+        row = np.full(self.R, -1, np.int32)
+        for b, path in enumerate(nodes):
+            own = self.flat[self.forest.rows(b)]
+            row[self.start[b] : self.start[b] + len(path)] = own[path]
+        return Paths(device.upload(row), device.upload(np.asarray([len(p) for p in nodes], np.int32)))
+
+
+class Memory:
+    """States of B requests on the GPU and, in float64, what they have to be; all else is NaN."""
+
+    def __init__(self, rng, act, B, C, Hk, Hv, K, V):
+        self.act, self.C, self.sizes, slots = act, C, (Hk, Hv, K, V), B + 2
+        self.slot = some.some_slots(rng, B, slots)
+        S = np.full((slots, Hv, K, V), np.nan, np.float32)
+        S[self.slot] = rng.standard_normal((B, Hv, K, V))
+        self.states = list(S[self.slot].astype(np.float64))
+        shapes = ((Hk, K), device.dtype(act)), ((Hv, V), np.float32), ((Hv,), np.float32)
+        k, u, g = (device.upload(np.full((slots, C, *shape), np.nan).astype(dtype)) for shape, dtype in shapes)
+        self.S, self.ring = device.upload(S), Ring(k, u, g, device.upload(np.zeros(slots, np.int32)))
+        self.device_slot = device.upload(self.slot)
+        self.lengths = np.zeros(slots, np.int32)
+
+    def bytes(self):
+        return b"".join(device.download(x).tobytes() for x in (self.S, *self.ring))
+
+    def rows(self, rng, R, hard):
+        """q, k, v of the activations' type, g and beta float32."""
+        rows = ops._rows(rng, max(R, 1), *self.sizes, hard)
+        types = dict.fromkeys("qkv", device.dtype(self.act))
+        return [rows[n][:R].astype(types.get(n, np.float32)) for n in ("q", "k", "v", "g", "beta")]
+
+    def step(self, rng, envelope, hard=False):
+        """One step: outputs and factors are right, nothing is written by gdn, and commits are right."""
+        forest, on = envelope.forest, envelope.upload()
+        rows = self.rows(rng, len(forest), hard)
+        q, k, v, g, beta = (envelope.rows(x) for x in rows)
+        before = self.bytes()
+        o, u = gdn(q, k, v, g, beta, self.S, self.ring, self.device_slot, on)
+        assert self.bytes() == before, "gdn changed the state"
+        self.compare(envelope, rows, device.download(o)[envelope.flat], device.download(u)[envelope.flat])
+        nodes = [t.path(int(rng.integers(len(t)))) if len(t) and rng.random() < 0.9 else [] for t in forest.trees]
+        for b, t in enumerate(forest.trees):
+            if t.is_chain and len(t) and rng.random() < 0.5:
+                nodes[b] = t.path(len(t) - 1)
+        self.commit(envelope, on, rows, (k, u, g), nodes)
+
+    def compare(self, envelope, rows, o, u):
+        self.u = np.zeros(u.shape)
+        for b, nodes in enumerate(envelope.forest.trees):
+            here = envelope.forest.rows(b)
+            if len(nodes):
+                wide = [x[here].astype(np.float64) for x in rows]
+                k, v, g = (x[:0] for x in wide[1:4])
+                o_ref, self.u[here] = tree(*wide, self.states[b], k, v, g, nodes.ancestors)
+                near(o[here], o_ref, BOUND[self.act][0], f"o of request {b}")
+                near(u[here], self.u[here], BOUND[self.act][1], f"u of request {b}")
+
+    def commit(self, envelope, forest, rows, factors, nodes):
+        paths = envelope.paths(nodes)
+        commit(self.S, self.ring, *factors, self.device_slot, forest, paths)
+        assert (device.download(self.ring.length) == self.lengths).all(), "commit changed the lengths"
+        advance(self.ring.length, self.device_slot, paths, self.C)
+        S, ring = device.download(self.S), Ring(*map(device.download, self.ring))
+        ring = Ring(*(x.astype(np.float64) for x in ring[:3]), ring.length)
+        for b, (s, path) in enumerate(zip(self.slot, nodes)):
+            self.lengths[s] = ring_after(int(self.lengths[s]), len(path), self.C)
+            at = np.asarray(path, int) + envelope.forest.start[b]
+            k, g = (rows[i][at].astype(np.float64) for i in (1, 3))
+            self.states[b] = fold(self.states[b], k, self.u[at], g)
+            near(fold(S[s].astype(np.float64), *ring.filled(s)), self.states[b], BOUND[self.act][1], f"state of {b}")
+        assert (ring.length == self.lengths).all()
+        others = np.setdiff1d(np.arange(len(S)), self.slot)
+        assert np.isnan(S[others]).all() and all(np.isnan(x[others]).all() for x in ring[:3])
+
+
+def random_tree(rng, largest):
+    """Parents: nothing, one node, a chain, a long chain, or a ragged tree with any number of roots."""
+    kind = rng.choice(["none", "one", "chain", "long", "tree"], p=[0.1, 0.2, 0.2, 0.1, 0.4])
+    n = int(rng.integers(1, largest + 1))
+    if kind == "tree":
+        return [int(rng.integers(-1, i)) for i in range(n)]
+    return some.chain({"none": 0, "one": 1, "chain": n, "long": int(rng.integers(60, 140))}[kind])
+
+
+def fuzz_gdn(seed: int) -> None:
+    """Three steps of a few requests, any trees, any ring, any decay, any paths; AssertionError where one is wrong."""
+    rng = np.random.default_rng(seed)
+    B, Hk, C = int(rng.integers(1, 4)), int(rng.integers(1, 3)), int(rng.choice([1, 2, 5, 16, 20, 33, 64]))
+    memory = Memory(rng, str(rng.choice(["float", "bf16"])), B, C, Hk, Hk * int(rng.integers(1, 4)), 16, 16)
+    for _ in range(3):
+        trees = [random_tree(rng, int(rng.choice([4, 20, 40]))) for _ in range(B)]
+        if any(trees):
+            memory.step(rng, Envelope(rng, trees), hard=rng.random() < 0.5)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_random_forests(gpu, block):
+    for seed in range(10 * block, 10 * block + 10):
+        try:
+            fuzz_gdn(seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+@pytest.mark.parametrize("act", BOUND)
+@pytest.mark.parametrize("K,V", [(16, 64), (32, 16), (64, 32), (128, 128)])
+def test_every_width(gpu, act, K, V):
+    rng = np.random.default_rng(K + V)
+    memory = Memory(rng, act, 2, 8, 1, 2, K, V)
+    for _ in range(2):
+        memory.step(rng, Envelope(rng, [some.binary(21), some.chain(70)]), hard=True)
+
+
+@pytest.mark.parametrize("act", BOUND)
+def test_the_largest_tree_and_the_fullest_ring(gpu, act):
+    rng = np.random.default_rng(0)
+    memory = Memory(rng, act, 1, 64, 1, 1, 16, 16)
+    for _ in range(2):
+        trees = [[int(rng.integers(max(-1, i - 3), i)) for i in range(128)]]
+        memory.step(rng, Envelope(rng, trees, holes=False))
+
+
+@pytest.mark.parametrize("act", BOUND)
+@pytest.mark.parametrize("decay", [0, -1e-6, -6, -88, -104, -1e4, -np.inf])
+def test_gate_extremes(gpu, act, decay):
+    rng = np.random.default_rng(0)
+    memory = Memory(rng, act, 3, 32, 1, 2, 16, 16)
+    original = memory.rows
+
+    def rows(*args):
+        q, k, v, g, beta = original(*args)
+        g[rng.random(g.shape) < 0.3] = decay
+        return [q, k, v, g, np.ones_like(beta)]
+
+    memory.rows = rows
+    for _ in range(3):
+        memory.step(rng, Envelope(rng, [some.chain(100), some.binary(20), [-1]]))
+
+
+@pytest.mark.parametrize("act", BOUND)
+@pytest.mark.parametrize("beta", [0.5, 1.0])
+def test_identical_keys_without_decay_lose_no_digits(gpu, act, beta):
+    rng = np.random.default_rng(1)
+    memory = Memory(rng, act, 2, 32, 1, 1, 16, 16)
+    key = np.zeros((1, 1, 16))
+    key[..., :4] = 0.5  # of length 1 in bf16 as well
+
+    def rows(rng, R, hard):
+        q, k, v, g, b = Memory.rows(memory, rng, R, hard)
+        return [q, np.broadcast_to(key, k.shape).astype(k.dtype), v, 0 * g, np.full_like(b, beta)]
+
+    memory.rows = rows
+    for _ in range(2):
+        memory.step(rng, Envelope(rng, [some.chain(64), [*some.chain(40), *[39] * 20]]))
+
+
+@pytest.mark.parametrize("act", BOUND)
+def test_a_tree_does_not_depend_on_its_company(gpu, act):
+    rng = np.random.default_rng(2)
+    memory = Memory(rng, act, 3, 16, 1, 2, 32, 32)
+    memory.step(rng, Envelope(rng, [some.chain(9), some.chain(3), some.chain(20)]))
+    trees = [some.binary(30), some.chain(70), [-1]]
+    together = Envelope(rng, trees, holes=False)
+    rows = memory.rows(rng, len(together.forest), False)
+    state = memory.S, memory.ring
+    o, u = gdn(*(together.rows(x) for x in rows), *state, memory.device_slot, together.upload())
+    for b, parents in enumerate(trees):
+        alone, here = Envelope(rng, [parents], holes=False), together.forest.rows(b)
+        alone.chain[0], alone.bits[:] = together.chain[b], together.bits[here]
+        slot = device.upload(memory.slot[b : b + 1])
+        o_alone, u_alone = gdn(*(alone.rows(x[here]) for x in rows), *state, slot, alone.upload())
+        assert device.download(o)[here].tobytes() == device.download(o_alone).tobytes()
+        assert device.download(u)[here].tobytes() == device.download(u_alone).tobytes()
+
+
+def test_what_the_kernels_do_not_take_is_refused(gpu):
+    rng = np.random.default_rng(3)
+    for C, K, V in [(65, 16, 16), (8, 48, 16), (8, 16, 256)]:
+        memory, envelope = Memory(rng, "float", 1, C, 1, 1, K, V), Envelope(rng, [[-1]])
+        with pytest.raises(KernelError, match=f"K={K}, V={V}, a ring of {C}; the GPU takes"):
+            memory.step(rng, envelope)
+
+
+def test_nothing_accepted_writes_nothing(gpu):
+    rng = np.random.default_rng(4)
+    memory = Memory(rng, "bf16", 2, 4, 1, 1, 16, 16)
+    memory.step(rng, Envelope(rng, [some.chain(3), some.chain(9)]))
+    envelope, before = Envelope(rng, [some.chain(70), some.chain(2)]), memory.bytes()
+    rows = memory.rows(rng, 72, False)
+    k, u, g = (envelope.rows(x) for x in (rows[1], rows[2].astype(np.float32), rows[3]))
+    paths = envelope.paths([[], []])
+    commit(memory.S, memory.ring, k, u, g, memory.device_slot, envelope.upload(), paths)
+    advance(memory.ring.length, memory.device_slot, paths, 4)
+    assert memory.bytes() == before
