@@ -13,6 +13,7 @@ constexpr int N = 8;
 template <int M>
 __device__ void sum_places(const float* y, const int* place, const float* share, Act* out, int A, int D, int i) {
   float sum[M] = {};
+#pragma unroll 4
   for (int a = 0; a < A; a++) {
     const auto group = load<M>(y + (long long)place[a] * D + i);
 #pragma unroll

@@ -1,7 +1,7 @@
 // Scores of all experts, logits[r, e] = router_e . x_r. Definition: route in boleinfer/ops/moe.py. Sums in float32, in
 // an order that depends on D alone.
 //
-// grid: ceil(R / ROWS) x ceil(E / warps of a block), a warp owns an expert for ROWS rows. block: 128 threads; a lane owns
+// grid: ceil(R / ROWS) x ceil(E / warps of a block), a warp owns an expert for ROWS rows. block: 64 threads; a lane owns
 // every 32nd group, 16 bytes where the width and all addresses allow it, else one number. shared: none.
 // Read twice: the router once for every ROWS rows, x once for every expert, from L1 and L2.
 //
@@ -9,19 +9,33 @@
 #include "common.cuh"
 
 constexpr int ROWS = 8;
+constexpr int DEPTH = 4;  // groups of the router whose loads are under way together
 
 template <int N>
 __device__ void scores(const Act* x, const Act* router, float* logits, int rows, int D, int E) {
+  constexpr int STEP = WARP * N;
   const int lane = threadIdx.x % WARP;
   float sum[ROWS] = {};
-  for (int i = lane * N; i < D; i += WARP * N) {
-    const auto w = load<N>(router + i);
+  for (int i = lane * N; i < D; i += DEPTH * STEP) {
+    Pack<Act, N> w[DEPTH];
+#pragma unroll
+    for (int d = 0; d < DEPTH; d++) {
+      if (i + d * STEP < D) w[d] = load<N>(router + i + d * STEP);
+    }
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
       if (r >= rows) continue;
-      const auto group = load<N>(x + (long long)r * D + i);
+      Pack<Act, N> group[DEPTH];
 #pragma unroll
-      for (int j = 0; j < N; j++) sum[r] = fmaf(to_float(w.v[j]), to_float(group.v[j]), sum[r]);
+      for (int d = 0; d < DEPTH; d++) {
+        if (i + d * STEP < D) group[d] = load<N>(x + (long long)r * D + i + d * STEP);
+      }
+#pragma unroll
+      for (int d = 0; d < DEPTH; d++) {
+        if (i + d * STEP >= D) continue;
+#pragma unroll
+        for (int j = 0; j < N; j++) sum[r] = fmaf(to_float(w[d].v[j]), to_float(group[d].v[j]), sum[r]);
+      }
     }
   }
 #pragma unroll
@@ -32,7 +46,7 @@ __device__ void scores(const Act* x, const Act* router, float* logits, int rows,
   }
 }
 
-extern "C" __global__ void __launch_bounds__(128) router_logits(
+extern "C" __global__ void __launch_bounds__(64) router_logits(
     const Act* __restrict__ x,       // [R, D]
     const Act* __restrict__ router,  // [E, D]
     float* __restrict__ logits,      // [R, E]

@@ -104,7 +104,7 @@ def _route(x: Array, router: Array, A: int, norm_topk: bool) -> _Groups:
         return out
     args = {"x": x, "router": router, "logits": logits, "R": R, "D": D, "E": E}
     constants = {"Act": device.c_type(x)}
-    kernels.launch("moe_router.cu", "router_logits", (-(-R // 8), -(-E // 4)), 128, args, constants=constants)
+    kernels.launch("moe_router.cu", "router_logits", (-(-R // 8), -(-E // 2)), 64, args, constants=constants)
     each = {"Each": next(n for n in (1, 8, 16) if 32 * n >= E)}
     chosen = {"logits": logits, "weight": out.weight, "expert": out.expert}
     chosen |= {"R": R, "E": E, "A": A, "norm_topk": norm_topk}
