@@ -1,0 +1,78 @@
+"""The whole step on the GPU against the one on NumPy, token by token: on the emulator, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from boleinfer import device, device_weights, models
+from boleinfer.config import read_config
+from boleinfer.cuda_executor import CudaExecutor, DraftPlan
+from boleinfer.draft.base import Limits
+from boleinfer.draft.device import DeviceDrafter
+from boleinfer.draft.ngram import NgramDrafter
+from boleinfer.draft.none import NoDrafter
+from boleinfer.engine import Engine
+from boleinfer.sampling import SamplingParams
+from boleinfer.scheduler import Scheduler
+from boleinfer.state import State
+from tests.running import VOCAB, engine_of, finish, load, request_of
+from tests.tiny import FAMILIES
+
+
+def cuda_engine(folder, draft: str, max_batch: int = 3, max_rows: int = 64, nodes: int = 5) -> Engine:
+    """An engine on the GPU in float32 whose memory is poisoned; on a real GPU its steps are graphs."""
+    real = not isinstance(device.empty(1, np.int32), np.ndarray)
+    config = read_config(folder)
+    family = models.family(config.model_type)
+    arrays = device_weights.load(folder, config, family.plan, np.dtype(np.float32))
+    model = family.build(config, arrays)
+    scratch = 1 + max(nodes, 3)
+    pages = -(-(120 + scratch) // 16)
+    state = State(config, max_batch, max_batch * pages, 16, 7, mtp=True, gpu=True, poison=True)
+    allowed = np.arange(VOCAB) < 480
+    allowed[500] = True
+    plan = DraftPlan(depth=3, least=0.0) if draft in ("mtp", "auto") else None
+    executor = CudaExecutor(model, state, allowed, max_batch, max_rows, nodes, pages, plan, graphs=real)
+    drafter = {
+        "none": NoDrafter(),
+        "ngram": NgramDrafter(),
+        "mtp": DeviceDrafter(),
+        "auto": DeviceDrafter(NgramDrafter()),
+    }[draft]
+    limits = Limits(nodes=nodes, depth=4, min_prob=0.05)
+    return Engine(executor, drafter, Scheduler(state, max_batch, max_rows, max_rows, limits, scratch))
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(5)
+    return [(rng.integers(0, 470, 7).tolist() * 5)[:n] for n in (21, 1, 70)]
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram", "mtp", "auto"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_numpy(oracle, gpu, family, draft):
+    folder = oracle(family).folder
+    greedy = SamplingParams(temperature=0, max_tokens=12, logit_bias=dict.fromkeys(range(5), 9.0))
+    want = finish(engine_of(load(folder)), [request_of(p, greedy) for p in prompts()])
+    requests = [request_of(p, greedy) for p in prompts()]
+    assert finish(cuda_engine(folder, draft), requests) == want
+    if draft != "none":
+        assert sum(r.stats.drafted for r in requests) > 0
+
+
+@pytest.mark.parametrize("draft", ["none", "auto"])
+def test_sampled_tokens_are_those_of_numpy(oracle, gpu, draft):
+    folder = oracle("qwen3_5").folder
+    several = [
+        SamplingParams(temperature=0.8, max_tokens=10, seed=3, ignore_eos=True),
+        SamplingParams(temperature=1.2, top_k=20, top_p=0.9, max_tokens=10, seed=4, repetition_penalty=1.2),
+        SamplingParams(temperature=0.7, min_p=0.05, presence_penalty=0.5, max_tokens=8, seed=5, logprobs=2),
+    ]
+    want = [request_of(p, s) for p, s in zip(prompts(), several)]
+    finish(engine_of(load(folder)), want)
+    got = [request_of(p, s) for p, s in zip(prompts(), several)]
+    finish(cuda_engine(folder, draft), got)
+    assert [r.generated for r in got] == [r.generated for r in want]
+    for g, w in zip(got, want):
+        assert [list(e or ()) for e in g.logprobs] == [list(e or ()) for e in w.logprobs]
