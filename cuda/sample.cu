@@ -22,18 +22,24 @@ struct Top {
   bool nan;
 };
 
+template <class Number>
 __device__ Top top_of(const Row& row) {
-  double best = -inf();
+  Number best = -inf();
   int id = LAST, nan = 0;
-  row.each([&](int place, double x) {
-    nan |= x != x;
-    if (x > best || id == LAST) {
-      best = x;
-      id = place;
+  for (int i = 4 * threadIdx.x; i < row.n; i += 4 * blockDim.x) {
+    Number x[4];
+    row.load4(i, x);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      nan |= x[j] != x[j];
+      if (x[j] > best) {
+        best = x[j];
+        id = i + j;
+      }
     }
-  });
-  const double largest = block_all<Larger>(best);
-  return {largest, best, block_all<Smaller>(best == largest ? id : LAST), block_all<Larger>(nan) != 0};
+  }
+  const double own = best, largest = block_all<Larger>(own);
+  return {largest, own, block_all<Smaller>(own == largest ? id : LAST), block_all<Larger>(nan) != 0};
 }
 
 // Narrows the row to its k largest numbers where these are few; else returns false.
@@ -50,7 +56,7 @@ __device__ bool keep_few(Row& row, Scratch& s, int k, const Top& top) {
   if (rank == k - 1) s.bound = top.own;
   __syncthreads();
   const Word lo = ordered(s.bound), hi = ordered(top.largest) + 1;
-  const int m = collect(row, s, lo, hi, [](int, double x) { return ordered(x); });
+  const int m = collect(row.from(s.bound), s, lo, hi, [](int, double x) { return ordered(x); });
   if (m > FEW) return false;
   const Threshold kept = among_collected(s, m, 0.0, k, hi, [](Word) { return 1.0; });
   for (int i = threadIdx.x; i < m; i += blockDim.x) {
@@ -69,33 +75,36 @@ __device__ bool keep_few(Row& row, Scratch& s, int k, const Top& top) {
 
 // The id at which the running sum of the kept weights, by rising id, passes u of the whole.
 __device__ int draw(Row& row, Scratch& s, const double* numbers, int top_k, const Top& top, double u) {
-  const double temperature = numbers[0], top_p = numbers[1], min_p = numbers[2];
+  const double temperature = numbers[0], top_p = numbers[1], min_p = numbers[2], rate = 1.0 / temperature;
+  const auto order = [](int, double x) { return ordered(x); };
   Threshold k_kept = {0, LAST}, p_kept = {0, LAST};
   if (0 < top_k && top_k < row.n && !keep_few(row, s, top_k, top)) {
-    const Word hi = ordered(top.largest) + 1;
-    k_kept = fewest(
-        row, s, top_k, ordered(-inf()), hi, [](int, double x) { return ordered(x); }, [](Word) { return 1.0; });
+    const auto one = [](Word) { return 1.0; };
+    k_kept = fewest(row, s, top_k, ordered(-inf()), ordered(top.largest) + 1, order, one, from_ordered);
   }
-  // w = e^((x - largest) / temperature), 0 outside the top k
+  // w = e^((x - largest) / temperature), 0 outside the top k; below least(w) the weights are below w
   const auto weight = [&](int place, double x) {
-    return k_kept.holds(ordered(x), place) ? exp((x - top.largest) / temperature) : 0.0;
+    return k_kept.holds(ordered(x), place) ? exp((x - top.largest) * rate) : 0.0;
+  };
+  const auto least = [&](Word w) {
+    return top.largest + temperature * (log(from_bits(w)) * (1.0 + 1e-9) - 1e-9);
   };
   if (top_p < 1.0) {
     // weights below (1 - top_p) / n of the sum hold less than 1 - top_p together
     const double total = chunk_masses(row, s, weight);
     const Word lo = bits_of((1.0 - top_p) * total / row.n * (1.0 - 1e-9));
     const double target = fmax(top_p * total, from_bits(1));
-    p_kept = fewest(
-        row, s, target, lo, bits_of(1.0) + 1, [&](int place, double x) { return bits_of(weight(place, x)); },
-        [](Word key) { return from_bits(key); });
+    const auto order_weight = [&](int place, double x) { return bits_of(weight(place, x)); };
+    p_kept = fewest(row, s, target, lo, bits_of(1.0) + 1, order_weight, from_bits, least);
   }
   const auto kept = [&](int place, double x) {
     const double w = weight(place, x);
     return w >= min_p && p_kept.holds(bits_of(w), place) ? w : 0.0;
   };
-  const double total = chunk_masses(row, s, kept);
+  const Row rest = row.from(least(max(bits_of(min_p), p_kept.key)));
+  const double total = chunk_masses(rest, s, kept);
   const double below = from_bits(bits_of(total) - 1);  // where the product is rounded up to the whole
-  return row.id(seek(row, s, fmin(u * total, below), kept));
+  return row.id(seek(rest, s, fmin(u * total, below), kept));
 }
 
 // The path below the request's root and the end tokens that are forbidden here, into the table. Whether it is empty.
@@ -146,15 +155,13 @@ extern "C" __global__ void __launch_bounds__(512) sample(
     if (threadIdx.x == 0) out[own] = PATH_TOO_LONG;
     return;
   }
-  Row x = {V, logits + (long long)blockIdx.x * V, allowed};
+  Row x = Row{V, logits + (long long)blockIdx.x * V, allowed}.from(-inf());
   x.bias = flags & BIASED ? bias + at * V : nullptr;
   x.seen = flags & PENALISES ? seen + at * V : nullptr;
   x.touched = touch(s.touched, parent, token, own, counted, early + at * MAX_EARLY, forbidden) ? &s.touched : nullptr;
-  x.repetition = numbers[at * 6 + 3];
-  x.presence = numbers[at * 6 + 4];
-  x.frequency = numbers[at * 6 + 5];
+  x.penalties = numbers + at * 6 + 3;
 
-  const Top top = top_of(x);
+  const Top top = x.plain() ? top_of<float>(x) : top_of<double>(x);
   int id;
   if (top.nan) {
     id = BROKEN_NAN;

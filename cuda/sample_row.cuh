@@ -66,12 +66,26 @@ struct Row {
   const double* bias;            // null: none
   const int* seen;               // null: no penalty; -1 not seen, else how often in the output
   const Touched* touched;        // null: empty
-  double repetition, presence, frequency;
+  const double* penalties;       // repetition, presence, frequency
   const double* few;  // [n] the kept numbers, null for the whole row
   const int* few_id;  // [n] their ids, ascending
+  double least;       // smaller numbers need no visit, and NaN gets none
+  float about_least;  // at most that
+
+  // The same row, of which only numbers from `bound` on matter.
+  __device__ Row from(double bound) const {
+    Row row = *this;
+    row.least = bound;
+    row.about_least = float(bound - fabs(bound) * 1e-6);
+    return row;
+  }
 
   __device__ int id(int place) const { return few ? few_id[place] : place; }
 
+  // Whether the numbers are logits as they are, or -inf.
+  __device__ bool plain() const { return !few && !bias && !seen && !touched; }
+
+  // A number of the row, from its logit or, where it is no token, -inf.
   __device__ double adjusted(int token, float logit) const {
     double x = logit;
     if (bias) x += bias[token];
@@ -81,44 +95,66 @@ struct Row {
       if (before >= 0 || path > 0) {
         // x / r or x r, - f count - p (count > 0): each product and difference rounded by itself
         const int count = max(before, 0) + path;
-        x = x > 0 ? x / repetition : x * repetition;
-        x = x - __dmul_rn(frequency, count);
-        if (count > 0) x = x - presence;
+        x = x > 0 ? x / penalties[0] : x * penalties[0];
+        x = x - __dmul_rn(penalties[2], count);
+        if (count > 0) x = x - penalties[1];
       }
     }
-    return mark >= EARLY || (allowed && !allowed[token]) ? double(-inf()) : x;
+    return mark >= EARLY || (logit == -inf() && allowed && !allowed[token]) ? double(-inf()) : x;
   }
 
-  // The numbers at places i .. i+3, as far as they exist; i is a multiple of 4.
+  // The logits at i .. i+3, -inf where they are no token or behind the end; i is a multiple of 4.
+  __device__ void load4(int i, float (&x)[4]) const {
+    if (n % 4 == 0 && aligned16(logits)) {
+      const auto group = load<4>(logits + i);
+      uchar4 good = {1, 1, 1, 1};
+      if (allowed) good = *reinterpret_cast<const uchar4*>(allowed + i);
+      x[0] = good.x ? group.v[0] : -inf();
+      x[1] = good.y ? group.v[1] : -inf();
+      x[2] = good.z ? group.v[2] : -inf();
+      x[3] = good.w ? group.v[3] : -inf();
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; j++) x[j] = i + j < n && (!allowed || allowed[i + j]) ? logits[i + j] : -inf();
+    }
+  }
+
+  // The numbers of a row that is not plain, at i .. i+3.
   __device__ void load4(int i, double (&x)[4]) const {
     if (few) {
 #pragma unroll
-      for (int j = 0; j < 4; j++) x[j] = i + j < n ? few[i + j] : 0.0;
+      for (int j = 0; j < 4; j++) x[j] = i + j < n ? few[i + j] : double(-inf());
       return;
     }
     float logit[4];
-    if (n % 4 == 0 && aligned16(logits)) {
-      const auto group = load<4>(logits + i);
+    load4(i, logit);
 #pragma unroll
-      for (int j = 0; j < 4; j++) logit[j] = group.v[j];
-    } else {
-#pragma unroll
-      for (int j = 0; j < 4; j++) logit[j] = i + j < n ? logits[i + j] : 0.0f;
-    }
-#pragma unroll
-    for (int j = 0; j < 4; j++) x[j] = i + j < n ? adjusted(i + j, logit[j]) : 0.0;
+    for (int j = 0; j < 4; j++) x[j] = i + j < n ? adjusted(i + j, logit[j]) : double(-inf());
   }
 
-  // visit(place, number) for every place, each by one thread, rising within a thread.
+  // visit(place, number) for i .. i+3, below end and from `least` on.
   template <class Visit>
-  __device__ void each(Visit visit) const {
-    for (int i = 4 * threadIdx.x; i < n; i += 4 * blockDim.x) {
+  __device__ void visit4(int i, int end, Visit visit) const {
+    if (plain()) {
+      float x[4];
+      load4(i, x);
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        if (i + j < end && x[j] >= about_least) visit(i + j, double(x[j]));
+      }
+    } else {
       double x[4];
       load4(i, x);
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        if (i + j < n) visit(i + j, x[j]);
+        if (i + j < end && x[j] >= least) visit(i + j, x[j]);
       }
     }
+  }
+
+  // The same for every place, each by one thread, rising within a thread.
+  template <class Visit>
+  __device__ void each(Visit visit) const {
+    for (int i = 4 * threadIdx.x; i < n; i += 4 * blockDim.x) visit4(i, n, visit);
   }
 };

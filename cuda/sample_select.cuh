@@ -89,12 +89,7 @@ __device__ double chunk_masses(const Row& row, Scratch& s, Mass mass) {
     if (c * length < row.n) {
       const int end = min(row.n, (c + 1) * length);
       for (int i = c * length + 4 * lane; i < end; i += 4 * WARP) {
-        double x[4];
-        row.load4(i, x);
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-          if (i + j < end) sum += mass(i + j, x[j]);
-        }
+        row.visit4(i, end, [&](int place, double x) { sum += mass(place, x); });
       }
       sum = warp_all<Add>(sum);
     }
@@ -131,13 +126,12 @@ __device__ int seek(const Row& row, Scratch& s, double target, Mass mass) {
     int found = -1, last = -1;
     for (int first = begin; first < end && found < 0; first += 4 * WARP) {
       const int i = first + 4 * lane;
-      double x[4] = {}, sum = 0.0;
-      if (i < end) row.load4(i, x);
+      double own_mass[4] = {}, sum = 0.0;
+      if (i < end) row.visit4(i, end, [&](int place, double x) { own_mass[place - i] = mass(place, x); });
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        x[j] = i + j < end ? mass(i + j, x[j]) : 0.0;
-        if (x[j] > 0.0) last = i + j;
-        sum += x[j];
+        if (own_mass[j] > 0.0) last = i + j;
+        sum += own_mass[j];
       }
       const Prefix prefix(sum, offset);
       const unsigned past = __ballot_sync(ALL_LANES, prefix.until > target);
@@ -146,8 +140,8 @@ __device__ int seek(const Row& row, Scratch& s, double target, Mass mass) {
         double until = prefix.before;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-          until += x[j];
-          if (own < 0 && x[j] > 0.0 && until > target) own = i + j;
+          until += own_mass[j];
+          if (own < 0 && own_mass[j] > 0.0 && until > target) own = i + j;
         }
         found = __shfl_sync(ALL_LANES, own < 0 ? last : own, first_lane(past));
       }
@@ -241,16 +235,18 @@ __device__ inline void block_sums(Scratch& s, const double (&x)[WAYS]) {
 }
 
 // The threshold of the whole row: one is kept while the mass before it is below the target (above 0).
-// key(place, number) orders, mass(key) weighs; all keys to keep are in [lo, hi).
-template <class Key, class Mass>
-__device__ Threshold fewest(const Row& row, Scratch& s, double target, Word lo, Word hi, Key key, Mass mass) {
+// key(place, number) orders, mass(key) weighs, least(key) is at most the numbers of that key; all keys to keep are in
+// [lo, hi).
+template <class Key, class Mass, class Least>
+__device__ Threshold fewest(
+    const Row& row, Scratch& s, double target, Word lo, Word hi, Key key, Mass mass, Least least) {
   double above = 0.0;
   bool fits = row.n <= FEW;
   while (!fits && hi - lo > 1) {
     // mass from lo + j 2^shift on, for j = 1 .. WAYS-1; in [0] how many keys there are
     const int shift = max(60 - __clzll(hi - lo - 1), 0);
     double sum[WAYS] = {};
-    row.each([&](int place, double x) {
+    row.from(least(lo)).each([&](int place, double x) {
       const Word k = key(place, x);
       if (k < lo || k >= hi) return;
       const double m = mass(k);
@@ -271,11 +267,12 @@ __device__ Threshold fewest(const Row& row, Scratch& s, double target, Word lo, 
     }
     lo += Word(part) << shift;
   }
-  if (fits) return among_collected(s, collect(row, s, lo, hi, key), above, target, hi, mass);
+  const Row rest = row.from(least(lo));
+  if (fits) return among_collected(s, collect(rest, s, lo, hi, key), above, target, hi, mass);
 
   // one key is left, too many times: the first of them
   const double needed = fmax(ceil((target - above) / mass(lo)), 1.0);
   const auto equal = [&](int place, double x) { return key(place, x) == lo ? 1.0 : 0.0; };
-  if (needed >= chunk_masses(row, s, equal)) return Threshold{lo, LAST};
-  return Threshold{lo, seek(row, s, needed - 1.0, equal)};
+  if (needed >= chunk_masses(rest, s, equal)) return Threshold{lo, LAST};
+  return Threshold{lo, seek(rest, s, needed - 1.0, equal)};
 }

@@ -148,8 +148,12 @@ def test_large_vocabularies(machine, vocab):
 def test_rows_of_trees_count_the_path_below_the_root(machine):
     """Decoding trees whose root lies below known tokens, a piece of a prompt, unused rows and slots in any order."""
     rng, vocab, slots = np.random.default_rng(11), 60, [4, 0, 2, 5]
-    some = [{"presence_penalty": 0.9, "frequency_penalty": 0.3, "repetition_penalty": 1.2}, {"min_tokens": 6},
-            {"temperature": 0, "repetition_penalty": 2.0, "min_tokens": 5}, {"top_k": 9, "frequency_penalty": -0.3}]  # fmt: skip
+    some = [
+        {"presence_penalty": 0.9, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
+        {"min_tokens": 6},
+        {"temperature": 0, "repetition_penalty": 2.0, "min_tokens": 5},
+        {"top_k": 9, "frequency_penalty": -0.3},
+    ]
     for round_ in range(3):
         trees, root, histories, samplers, rows, paths = [], [], [], [], [], []
         for b, params in enumerate(some):
@@ -219,10 +223,13 @@ def test_f36_limits(machine):
     ladder = np.asarray([0.5, 2, 1, 1.9], np.float32)
     cases = [({"temperature": t}, huge) for t in (0, 1e-45, 1e-5, 1e-3, 1, 1e3, 1e308)]
     cases += [({"temperature": 1e308, "top_p": 0.5}, x) for x in (huge, ladder)]
-    cases += [(p, x) for p in ({"top_k": 2}, {"top_p": 0.5}, {"min_p": 1}, {"top_p": 0}, {"top_k": 10**9}, {"top_k": -1})
-              for x in (equal, ladder)]  # fmt: skip
+    edges = ({"top_k": 2}, {"top_k": 10**9}, {"top_k": -1}, {"top_p": 0.5}, {"top_p": 0}, {"min_p": 1})
+    cases += [(p, x) for p in edges for x in (equal, ladder)]
     cases += [({"repetition_penalty": 1e-300, "presence_penalty": 1e308}, huge), ({"repetition_penalty": 1e300}, huge)]
-    cases += [({"min_tokens": 10**12, "stop_token_ids": (1, 2, 3)}, ladder), ({"logit_bias": {1: 1e308}}, ladder)]
+    cases += [
+        ({"min_tokens": 10**12, "max_tokens": None, "stop_token_ids": (1, 2, 3)}, ladder),
+        ({"logit_bias": {1: 1e308}}, ladder),
+    ]
     samplers = [sampler_of(p, vocab=4, seed=-i) for i, (p, _) in enumerate(cases)]
     got = rows_of(samplers, [[1, 2, 2]] * len(cases), np.stack([x for _, x in cases]), 4)
     assert got.tolist() == [expected(s, x) for s, (_, x) in zip(samplers, cases)]
