@@ -285,14 +285,14 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned s) {
 
 // With both arguments of one type, or mixed as the usual conversions say; NaN loses.
 template <class A, class B>
-auto min(A a, B b) -> decltype(true ? a : b) {
-  using C = decltype(true ? a : b);
+auto min(A a, B b) -> decltype(true ? A() : B()) {
+  using C = decltype(true ? A() : B());
   const C c = a, d = b;
   return c != c ? d : d < c ? d : c;
 }
 template <class A, class B>
-auto max(A a, B b) -> decltype(true ? a : b) {
-  using C = decltype(true ? a : b);
+auto max(A a, B b) -> decltype(true ? A() : B()) {
+  using C = decltype(true ? A() : B());
   const C c = a, d = b;
   return c != c ? d : d > c ? d : c;
 }
