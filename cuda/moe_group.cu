@@ -5,10 +5,9 @@
 // then by place: slot s serves expert_of[s], whose places are order[first[s]] .. order[first[s + 1] - 1]. Where there are
 // fewer slots than experts only those with a place have a slot, by rising index (top_k_group); else slot e is expert e.
 //
-// top_k:       grid ceil(R / 4), block 128: a warp owns a row, a lane every 32nd expert.
-// group:       grid ceil(E / 4), block 128: a warp owns an expert and goes through all places.
-// top_k_group: grid 1, block 512: both, for few rows; a thread owns an expert. shared: 4.2 KB.
-// E <= 32 Each <= 512.
+// grid: top_k ceil(R / 4), a warp owns a row, a lane every 32nd expert. group ceil(E / 4), a warp owns an expert and goes
+// through all places. top_k_group 1: both, for few rows; a thread owns an expert. block: 128, 128 and 512.
+// shared: top_k_group 4.2 KB. E <= 32 Each <= 512.
 // Read twice: logits, from L1; expert and weight once for every expert.
 //
 // sizes: Each=1,8,16
