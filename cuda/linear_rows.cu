@@ -1,19 +1,20 @@
-// x w^T for 9 .. 128 rows, bf16 x, bf16 or FP8 w. Definition: linear in boleinfer/ops/linear.py. Sums in float32, in the
+// x w^T for 2 .. 128 rows, bf16 x, bf16 or FP8 w. Definition: linear in boleinfer/ops/linear.py. Sums in float32, in the
 // order that linear.cuh describes, so that a row has the bits that linear_few gives it.
 //
 // grid: (ceil(Dout / 128) * ceil(R / (8 Tiles)), splits): a block owns 128 features, 8 Tiles rows and one range of k;
 // blocks of the same features are neighbours. block: 256 threads; warp 4 m + c owns features 64 m .. 64 m + 63 and the
-// chunks c. w and x come through a ring of Stages stages of 32 k (FP8: 64) a chunk. The last block of its features and
-// rows adds up the ranges; tickets counts them and is zero before and after.
-// shared: Stages * stage_bytes, or what the warps' sums need (linear.py). Read twice: x, by every block (L2); w by the
+// chunks c. w and x come through a ring of Stages stages of 32 k (FP8: 64) a chunk. Where there are several ranges, the block
+// of its features and rows that ends last adds up their sums; tickets counts them and is zero before and after.
+// shared: Stages * STAGE_WORDS * 16, of which 4 KB * Tiles serve the warps' sums at the end. Read twice: x, by every block (L2); w by the
 // blocks of further rows (L2).
 //
-// sizes: Wt=bf16 Out=bf16 Tiles=2,4,8 Stages=2 | Wt=fp8 Out=bf16 Tiles=2,4 Stages=2 | Wt=bf16 Out=float Tiles=8 Stages=4
+// sizes: Wt=bf16 Out=bf16 Tiles=1,2,4,8 Stages=2 | Wt=fp8 Out=bf16 Tiles=1,2,4 Stages=2 | Wt=bf16 Out=float Tiles=8 Stages=4
 #include "linear.cuh"
 
 constexpr int THREADS = 256, FEATURES = 128, ROWS = 8 * Tiles;
-constexpr int SLABS = 4;                                // of 16 features in a warp
 constexpr int PIECES = sizeof(Wt);                      // stages of a step
+constexpr int BLOCKS = PIECES == 2 && Tiles <= 4 ? 2 : 1;  // on a multiprocessor (blocks_per_sm in linear.py)
+constexpr int SLABS = 4;                                // of 16 features in a warp
 constexpr int TOGETHER = 2 * PIECES;                   // slabs whose fragments are in registers at once
 constexpr int UNITS = 8 / PIECES;                       // 16-byte words of x of a row, chunk and stage; of w there are 4
 constexpr int W_WORDS = WARPS_OF_K * FEATURES * 4, X_WORDS = WARPS_OF_K * ROWS * UNITS;
@@ -62,6 +63,7 @@ struct Copies {
     for (int row = 0; row < ROWS; row += X_ROWS) {
 #pragma unroll
       for (int c = 0; c < WARPS_OF_K; c += X_CHUNKS) {
+        if (X_WORDS < THREADS && threadIdx.x >= X_WORDS) continue;
         const bool valid = row < x_rows && k + c * CHUNK < x_end;
         cp_async16(stage + x_to + (c * ROWS + row) * UNITS, x + (long long)row * Ldx + k + c * CHUNK, valid);
       }
@@ -123,7 +125,7 @@ __device__ __forceinline__ void add_warps(float* total, const float (&sum)[SLABS
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_rows(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_rows(
     const bf16* __restrict__ x,       // [R, Din] strides [Ldx, 1] aligned 16
     const Wt* __restrict__ w,         // [Dout, Din] aligned 16
     const float* __restrict__ scale,  // [(Dout + 127) / 128, (Din + 127) / 128] or null; of FP8 w

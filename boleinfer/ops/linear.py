@@ -16,11 +16,13 @@ VECTOR_ROWS = 6  # of a matrix in one piece: up to here one matrix-vector produc
 SMALL = 1_000_000  # multiply-adds up to which OpenBLAS multiplies without packing its operands first
 
 
-def linear(x: np.ndarray, w: np.ndarray, dtype: np.typing.DTypeLike = None) -> np.ndarray:
+def linear(x: Any, w: Any, dtype: Any = None) -> Any:
     """x w^T.
 
     x: [R, Din]; w: [Dout, Din], quickest column-major, or its panels [Dout/n, n, Din] (memory.panels)
     -> [R, Dout] in the type of x and w. Bytes: w once.
+    On the GPU x may be a view of some columns, w is [Dout, Din] by rows or Fp8, the result of `dtype` (x's when None).
+    Up to 128 rows of bf16, and with any of float32, a row's bits do not depend on the rows beside it.
     A matrix product packs w before it multiplies, which costs more than the product itself when there are few rows.
     A panel with few rows is small enough to be multiplied as it lies, and panel after panel is one stream of memory.
     Milliseconds for 55 MB of float32 weights, one core of a server CPU, NumPy 2.4 with OpenBLAS 0.3.31:
@@ -112,14 +114,14 @@ def _splits(Dout: int, Din: int) -> int:
 def _some_rows(args: dict[str, Any], types: dict[str, str]) -> None:
     """linear_rows, with as many rows a block and stages as registers and shared memory hold."""
     R, Dout, splits = args["R"], args["Dout"], _splits(args["Dout"], args["Din"])
-    tiles = min(8 if types["Wt"] == "bf16" else 4, next(n for n in (2, 4, 8, 16) if 8 * n >= R))
+    tiles = min(8 if types["Wt"] == "bf16" else 4, next(n for n in (1, 2, 4, 8, 16) if 8 * n >= R))
     stage = 32768 + 8 * tiles * 256 * (1 if types["Wt"] == "bf16" else 2)
-    stages = max(2, min(4, device.shared_bytes() // stage))
+    blocks_per_sm = 2 if types["Wt"] == "bf16" and tiles <= 4 else 1
+    stages = max(2, min(4, (device.shared_bytes() // blocks_per_sm - 1024) // stage))  # a block costs 1 KB more
     blocks = -(-Dout // 128) * -(-R // (8 * tiles))
-    ranges, tickets = (
-        (None, None) if splits == 1 else (device.empty((splits, R, Dout), np.float32), _tickets(args["x"]))
-    )
-    more = {"ranges": ranges, "tickets": tickets, "Splits": splits, "Tickets": MOST_TICKETS}
+    more: dict[str, Any] = {"ranges": None, "tickets": None, "Splits": splits, "Tickets": MOST_TICKETS}
+    if splits > 1:
+        more |= {"ranges": device.empty((splits, R, Dout), np.float32), "tickets": _tickets(args["x"])}
     kernels.launch(
         "linear_rows.cu",
         "linear_rows",
@@ -132,10 +134,11 @@ def _some_rows(args: dict[str, Any], types: dict[str, str]) -> None:
 
 
 def _many_rows(args: dict[str, Any], types: dict[str, str]) -> None:
+    """linear_tiles: the products that cuBLAS does not do, or is not there for."""
     blocks = -(-args["Dout"] // 128) * -(-args["R"] // 128)
     stages = 4
     shared = stages * 128 * 32 * (2 + args["w"].itemsize)
-    constants = {**types, "Stages": stages}
+    constants: dict[str, int | str] = {**types, "Stages": stages}
     kernels.launch("linear_tiles.cu", "linear_tiles", blocks, 256, args, shared=shared, constants=constants)
 
 
@@ -198,6 +201,7 @@ def _panel_case(R: int, Din: int, panels: int, n: int) -> Case:
             "x": rng.standard_normal((R, Din)),
             "w": (rng.standard_normal((panels, Din, n)) / np.sqrt(Din)).swapaxes(1, 2),
         },
+        gpu=False,
     )
 
 
@@ -217,6 +221,16 @@ CASES = {
             (1, 1024, 3584),
             (8, 2048, 4096),
             (16, 2048, 1024),
+            (3, 24, 40),  # from here on: every kernel of the GPU, with partial tiles
+            (8, 1032, 17),
+            (9, 1032, 130),
+            (17, 264, 129),
+            (64, 520, 48),
+            (128, 136, 150),
+            (129, 136, 150),
+            (200, 72, 129),
+            (128, 2048, 4096),
+            (300, 2048, 2048),
         ]
     ]
     + [_panel_case(*sizes) for sizes in [(1, 3, 5, 7), (3, 63, 1, 64), (65, 65, 3, 64), (8, 1536, 16, 64)]],

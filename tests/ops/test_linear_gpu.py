@@ -1,0 +1,158 @@
+"""The kernels of linear and swiglu: every path, FP8 weights, views, and rows that must not know of one another."""
+
+import math
+
+import numpy as np
+import pytest
+
+from boleinfer import device
+from boleinfer.declaration import KernelError
+from boleinfer.ops import Fp8, relative_error
+from boleinfer.ops import linear as ops_linear
+from boleinfer.ops.linear import linear, swiglu
+
+BF16 = device.dtype("bf16")
+SOME = [1, 2, 7, 8, 9, 16, 17, 31, 33, 64, 65, 100, 128]
+ROWS = [*SOME, 129, 200]
+TENSOR_CORES = 1e-5  # relative error: their sums are float32, but cut off instead of rounded
+
+
+def made(R, Din, Dout, kind, seed=0):
+    """x bf16, the weights on the GPU, and the same weights in float64."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((R, Din)).astype(BF16)
+    w = rng.standard_normal((Dout, Din)) / math.sqrt(Din)
+    if kind != "fp8":
+        w = w.astype(device.dtype(kind))
+        return x, device.upload(w), w.astype(np.float64)
+    bits = (100 * w).astype(device.dtype("fp8"))
+    scale = np.exp(rng.standard_normal((-(-Dout // 128), -(-Din // 128)))).astype(np.float32)
+    full = np.repeat(np.repeat(scale, 128, 0), 128, 1)[:Dout, :Din]
+    return x, Fp8(device.upload(bits), device.upload(scale)), bits.astype(np.float64) * full
+
+
+def got(x, w, dtype=np.float32):
+    return device.download(linear(device.upload(x), w, dtype))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "float"])
+@pytest.mark.parametrize("R", ROWS)
+def test_every_number_of_rows(gpu, R, kind):
+    x, w, plain = made(R, 1040 if R < 129 else 208, 145, kind, R)
+    expected = x.astype(np.float64) @ plain.T
+    assert relative_error(got(x, w), expected) < (1e-6 if kind == "float" else TENSOR_CORES)
+    assert relative_error(got(x, w, None).astype(np.float64), expected) < 4e-3
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "float"])
+@pytest.mark.parametrize("Din,Dout", [(16, 1), (48, 16), (272, 33), (1296, 130), (144, 17000)])
+def test_a_row_has_the_bits_it_has_alone(gpu, Din, Dout, kind):
+    if gpu != "cuda" and Dout > 9999 and kind == "float":
+        pytest.skip("too slow on the emulator")
+    x, w, _ = made(128, Din, Dout, kind)
+    together = got(x, w)
+    for rows in SOME if Dout < 9999 or gpu == "cuda" else (8, 9):
+        np.testing.assert_array_equal(got(x[:rows], w), together[:rows])
+    for r in (0, 13, 127):
+        np.testing.assert_array_equal(got(x[r : r + 1], w)[0], together[r])
+
+
+@pytest.mark.parametrize("R", ROWS[::3])
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "float"])
+def test_a_nan_row_spoils_only_itself(gpu, R, kind):
+    x, w, _ = made(R + 1, 272, 40, kind)
+    clean = got(x, w)
+    x[R // 2] = np.nan
+    out = got(x, w)
+    assert np.isnan(out[R // 2]).all()
+    np.testing.assert_array_equal(np.delete(out, R // 2, 0), np.delete(clean, R // 2, 0))
+
+
+@pytest.mark.parametrize("R", [1, 5, 20, 130])
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "float"])
+def test_x_may_be_some_columns_of_a_wider_matrix(gpu, R, kind):
+    x, w, _ = made(R, 144, 40, kind)
+    wide = np.full((R, 200), np.nan, BF16)
+    wide[:, 32:176] = x
+    np.testing.assert_array_equal(device.download(linear(device.upload(wide)[:, 32:176], w, np.float32)), got(x, w))
+
+
+@pytest.mark.parametrize("act,kind", [("float", "float"), ("float", "bf16"), ("float", "fp8"), ("bf16", "float")])
+@pytest.mark.parametrize("R,Din,Dout", [(1, 1, 1), (33, 63, 65), (40, 300, 31)])
+def test_any_types_and_sizes(gpu, R, Din, Dout, act, kind):
+    x, w, plain = made(R, Din, Dout, kind)
+    x = x.astype(device.dtype(act))
+    out = got(x, w)
+    assert relative_error(out, x.astype(np.float64) @ plain.T) < 1e-6
+    np.testing.assert_array_equal(got(x[:1], w), out[:1])
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_rows_that_are_not_whole_words(gpu, kind):
+    for R, Din, Ldx in [(3, 20, 20), (40, 33, 33), (3, 16, 17), (140, 24 if kind == "bf16" else 40, 41)]:
+        x, w, plain = made(R, Ldx, 21, kind)
+        view, part = device.upload(x)[:, :Din], plain[:, :Din]
+        if kind == "bf16":
+            w = device.upload(np.ascontiguousarray(part).astype(BF16))
+        else:
+            w = Fp8(device.upload(np.ascontiguousarray(device.download(w.bits)[:, :Din])), w.scale)
+        out = device.download(linear(view, w, np.float32))
+        assert relative_error(out, x[:, :Din].astype(np.float64) @ part.T) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_neither_stages_nor_kernels_change_the_bits(gpu, kind, monkeypatch):
+    """Devices with less shared memory have fewer stages; which kernel a few rows take is a matter of speed."""
+    x, w, _ = made(70, 1040, 140, kind)
+    first = got(x, w)
+    for nbytes in (99 * 1024, 163 * 1024):
+        monkeypatch.setattr(device, "shared_bytes", lambda nbytes=nbytes: nbytes)
+        np.testing.assert_array_equal(got(x, w), first)
+    monkeypatch.setattr(ops_linear, "FEW_ROWS", 0)
+    for rows in (1, 5, 8):
+        np.testing.assert_array_equal(got(x[:rows], w), first[:rows])
+
+
+def test_every_fp8_number_is_exact(gpu):
+    bits = np.arange(256, dtype=np.uint8).view(device.dtype("fp8"))
+    bits = bits[np.isfinite(bits.astype(np.float32))]
+    table = np.zeros((len(bits), 16), bits.dtype)
+    table[:, 5] = bits
+    w = Fp8(device.upload(table), device.upload(np.full((2, 1), 0.5, np.float32)))
+    for R in (1, 9, 129):
+        x = np.zeros((R, 16), BF16)
+        x[:, 5] = 2
+        np.testing.assert_array_equal(got(x, w), np.tile(bits.astype(np.float32), (R, 1)))
+
+
+def test_the_kernels_for_many_rows_without_cublas(gpu, monkeypatch):
+    monkeypatch.setattr(ops_linear, "_blas", lambda *_: False)
+    for R, Din, Dout in [(129, 40, 129), (1100, 8, 136), (260, 264, 260)]:
+        x, w, plain = made(R, Din, Dout, "bf16")
+        assert relative_error(got(x, w), x.astype(np.float64) @ plain.T) < TENSOR_CORES
+
+
+def test_no_rows_and_refusals(gpu):
+    x, w, _ = made(3, 16, 8, "bf16")
+    assert got(x[:0], w).shape == (0, 8)
+    with pytest.raises(KernelError, match="Din"):
+        got(x, device.upload(np.zeros((8, 24), BF16)))
+
+
+@pytest.mark.parametrize("act", ["bf16", "float"])
+@pytest.mark.parametrize("R,F", [(1, 8), (3, 63), (5, 2056), (130, 24)])
+def test_swiglu(gpu, R, F, act):
+    x = (4 * np.random.default_rng(F).standard_normal((R, 2 * F))).astype(device.dtype(act))
+    out = device.download(swiglu(device.upload(x)))
+    assert out.dtype == x.dtype
+    assert relative_error(out.astype(np.float64), swiglu(x.astype(np.float64))) < (4e-3 if act == "bf16" else 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("R", [1, 8, 16, 64, 128, 512])
+def test_real_sizes(gpu, R, kind):
+    if gpu != "cuda":
+        pytest.skip("for a real GPU")
+    x, w, plain = made(R, 4096, 4096, kind)
+    assert relative_error(got(x, w), x.astype(np.float64) @ plain.T) < TENSOR_CORES
