@@ -63,6 +63,9 @@ SHUFFLES = {
     "__popc(__match_any_sync(ALL_LANES, t / 8))": lambda x: np.full(32, 8),
     "__reduce_max_sync(ALL_LANES, t * 3 % 32)": lambda x: np.full(32, 31),
     "__reduce_add_sync(ALL_LANES, 1u)": lambda x: np.full(32, 32),
+    "min(t % 32, 3u) + max(0, t % 32 - 30) + max(min(v, v + 1), nan()) - v": lambda x: (
+        np.minimum(np.arange(32), 3) + np.maximum(0, np.arange(32) - 30)
+    ),
     "warp_sum(v)": lambda x: np.full(32, x.sum()),
 }
 
