@@ -198,3 +198,38 @@ def _experts(config, w):
             w[f"{at}.{n}"] if each is None else np.stack([x[f"{at}.{e}.{n}"] for e, x in enumerate(each)])
         )
     return out
+
+
+def plausible_checkpoint(folder: Path, family: str, dtype: str = "F32", seed: int = 0, **changed: Any) -> Path:
+    """A small model with random weights in a trained model's ranges, made without torch: vocabulary 512, MTP layer."""
+    sizes = {"hidden_size": 64, "head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "vocab_size": 512, "max_position_embeddings": 512}
+    sizes |= {"intermediate_size": 96} if family == "qwen3_5" else {}
+    if family != "qwen3_5":
+        sizes |= {"num_experts": 8, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
+    config = tiny_config(family, **(sizes | changed))
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for name, (_, shape) in stored(read_config(config)).items():
+        tensors[name] = _numbers(dtype, _plausible(rng, name, shape))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    write(folder / "model.safetensors", tensors)
+    return folder
+
+
+def _plausible(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    if name.endswith("A_log"):
+        return rng.uniform(-2, 1, shape)
+    if name.endswith("dt_bias"):
+        return rng.uniform(-3, 1, shape)
+    if len(shape) == 1:
+        return 0.3 * rng.standard_normal(shape) + name.endswith("linear_attn.norm.weight")
+    scale = 0.5 if "conv1d" in name else 0.3 if "embed" in name else 0.6 / shape[-1] ** 0.5
+    return scale * rng.standard_normal(shape)
+
+
+def _numbers(dtype: str, values: np.ndarray) -> tuple[str, np.ndarray]:
+    """The values in a stored type; BF16 by cutting off."""
+    plain = values.astype(np.float32)
+    return dtype, (plain.view(np.uint32) >> 16).astype(np.uint16) if dtype == "BF16" else plain.astype(RAW[dtype])

@@ -1,4 +1,4 @@
-"""The whole step on the GPU against the one on NumPy, token by token: on the emulator, and on a GPU where there is one."""
+"""The whole step on the GPU against the one on NumPy, token by token: emulated, and on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from boleinfer.engine import Engine
 from boleinfer.sampling import SamplingParams
 from boleinfer.scheduler import Scheduler
 from boleinfer.state import State
+from tests.checkpoints import plausible_checkpoint
 from tests.running import VOCAB, engine_of, finish, load, request_of
 from tests.tiny import FAMILIES
 
@@ -51,8 +52,8 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize("draft", ["none", "ngram", "mtp", "auto"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_numpy(oracle, gpu, family, draft):
-    folder = oracle(family).folder
+def test_greedy_tokens_are_those_of_numpy(tmp_path, gpu, family, draft):
+    folder = plausible_checkpoint(tmp_path, family)
     greedy = SamplingParams(temperature=0, max_tokens=12, logit_bias=dict.fromkeys(range(5), 9.0))
     want = finish(engine_of(load(folder)), [request_of(p, greedy) for p in prompts()])
     requests = [request_of(p, greedy) for p in prompts()]
@@ -62,8 +63,8 @@ def test_greedy_tokens_are_those_of_numpy(oracle, gpu, family, draft):
 
 
 @pytest.mark.parametrize("draft", ["none", "auto"])
-def test_sampled_tokens_are_those_of_numpy(oracle, gpu, draft):
-    folder = oracle("qwen3_5").folder
+def test_sampled_tokens_are_those_of_numpy(tmp_path, gpu, draft):
+    folder = plausible_checkpoint(tmp_path, "qwen3_5")
     several = [
         SamplingParams(temperature=0.8, max_tokens=10, seed=3, ignore_eos=True),
         SamplingParams(temperature=1.2, top_k=20, top_p=0.9, max_tokens=10, seed=4, repetition_penalty=1.2),
