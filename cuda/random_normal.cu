@@ -1,6 +1,6 @@
 // Seeded normal numbers: out[i] = scale * n(seed, stream, i). The same bits on every GPU and for every grid.
 //
-// grid, block: any; a thread makes four numbers at a time, those of one Philox counter. shared: none.
+// grid: any. block: any; a thread makes four numbers at a time, those of one Philox counter. shared: none.
 //
 // sizes: T=bf16,float,fp8
 #include "common.cuh"

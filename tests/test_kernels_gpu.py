@@ -8,7 +8,6 @@ import pytest
 
 from boleinfer import kernels
 from boleinfer.kernels import KernelError, ToolchainError, launch
-from boleinfer.ops.embedding import CASES as EMBEDDING_CASES
 from boleinfer.ops.norms import CASES as NORM_CASES
 from boleinfer.ops.norms import rms_norm
 
@@ -64,22 +63,6 @@ def test_rows_that_are_not_aligned(cupy):
     args = {"x": x, "w": w, "out": poisoned(cupy, (4, 1024), np.float32), "D": 1024, "eps": 1e-6}
     launch("rms_norm.cu", "rms_norm", 4, 128, args, constants={"Act": "float"})
     assert np.abs(wide(args["out"]) - rms_norm(wide(x), wide(w), 1e-6)).max() < 1e-5
-
-
-@pytest.mark.parametrize("act", NUMBERS)
-@pytest.mark.parametrize("wt", NUMBERS)
-@pytest.mark.parametrize("case", EMBEDDING_CASES["embedding"], ids=lambda case: case.label)
-def test_embedding(cupy, wt, act, case):
-    given = case.build(np.random.default_rng(0))
-    ids, table = given["ids"].copy(), given["table"].astype(NUMBERS[wt][0])
-    ids[-1:] = -1 if len(ids) % 2 else len(table)
-    R, (Vocab, D) = len(ids), table.shape
-    out = cupy.asarray(np.zeros((R, D), NUMBERS[act][0]))
-    args = {"ids": cupy.asarray(ids), "table": cupy.asarray(table), "out": out, "Vocab": Vocab, "D": D}
-    launch("embedding.cu", "embedding", R, 128, args, constants={"Wt": wt, "Act": act})
-    expected = table[np.where((ids < 0) | (ids >= Vocab), 0, ids)].astype(NUMBERS[act][0]).astype(np.float64)
-    expected[(ids < 0) | (ids >= Vocab)] = np.nan
-    assert np.array_equal(wide(out), expected, equal_nan=True)
 
 
 def test_a_launch_can_be_captured_and_replayed(cupy):
