@@ -40,12 +40,7 @@ def test_kernels_agree_with_definitions(op, case, act):
             device_cases.run_on_device(op, case, act)
         return
     with emulated():
-        try:
-            out = device_cases.run_on_device(op, case, act)
-        except TypeError as error:
-            if "launch a kernel" in str(error):
-                pytest.skip(f"{op.__name__} has no kernel yet")
-            raise
+        out = device_cases.run_on_device(op, case, act)
     with emulated(order="reverse"):
         assert device_cases.same_bits(out, device_cases.run_on_device(op, case, act))
     assert relative_error(out, device_cases.reference(op, case, act)) <= device_cases.bound(case, act)
