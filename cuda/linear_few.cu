@@ -10,7 +10,40 @@
 
 constexpr int MOST_WARPS = 16;
 constexpr int WORDS = sizeof(Wt);          // 16-byte words of a row's chunk that a lane takes
-constexpr int DEPTH = 2;                   // steps whose loads are under way together
+constexpr int LANE_K = 16 / sizeof(Wt);    // k of one of them
+constexpr int DEPTH = 2;                   // chunks whose loads are under way together
+
+// The lane's part of a chunk: two features of w, one row of x.
+struct Chunk {
+  uint4 low[WORDS], high[WORDS], x[2];
+
+  // low, high, row: at the lane's first k of the chunk; left: how many k are left from there, where not all are there
+  template <bool WHOLE>
+  __device__ __forceinline__ void load(const Wt* low, const Wt* high, const bf16* row, int left) {
+#pragma unroll
+    for (int p = 0; p < WORDS; p++) {
+      this->low[p] = load_once_or_zero(low + 32 * p, WHOLE || 32 * p < left);
+      this->high[p] = load_once_or_zero(high + 32 * p, WHOLE || 32 * p < left);
+    }
+#pragma unroll
+    for (int p = 0; p < 2; p++) {
+      const int at = WORDS == 2 ? 32 * p : 8 * p;
+      x[p] = load_or_zero(row + at, WHOLE || at < left);
+    }
+  }
+
+  __device__ __forceinline__ void multiply(float (&sum)[4], const float* scale) const {
+    if constexpr (WORDS == 2) {
+#pragma unroll
+      for (int p = 0; p < 2; p++) Fragments<Wt>(low[p], high[p]).multiply(sum, x + p);
+    } else {
+      float block[4] = {};
+      Fragments<Wt>(low[0], high[0]).multiply(block, x);
+#pragma unroll
+      for (int i = 0; i < 4; i++) sum[i] = fmaf(*scale, block[i], sum[i]);
+    }
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP, 2) linear_few(
     const bf16* __restrict__ x,       // [R, Din] strides [Ldx, 1] aligned 16; R <= 8
@@ -26,46 +59,31 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP, 2) linear_few(
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
   const int splits = blockDim.x / (WARPS_OF_K * WARP), width = split_width(Din, splits);
   const long long feature = 16ll * blockIdx.x;
-  const bool has_low = feature + g < Dout, has_high = feature + g + 8 < Dout, has_row = g < R;
-  const Wt* low = w + (feature + g) * Din;
-  const Wt* high = low + 8ll * Din;
-  const bf16* row = x + (long long)g * Ldx;
+  const int range = warp / WARPS_OF_K * width, end = min(range + width, Din);
+  int k = range + warp % WARPS_OF_K * CHUNK;
+
+  // where there is no feature or row, the last one stands in: what comes of it is not stored
+  const int own_k = k + t * LANE_K;
+  const Wt* low = w + min(feature + g, Dout - 1ll) * Din + own_k;
+  const Wt* high = w + min(feature + g + 8, Dout - 1ll) * Din + own_k;
+  const bf16* row = x + (long long)min(g, R - 1) * Ldx + own_k;
   const float* scales = scale + feature / SCALED * ((Din + SCALED - 1) / SCALED);
 
-  const int begin = warp / WARPS_OF_K * width, end = min(begin + width, Din);
+  // sum = the chunks of this warp in order of k
   float sum[4] = {};
-  for (int k = begin + warp % WARPS_OF_K * CHUNK; k < end; k += DEPTH * STEP) {
-    uint4 lows[DEPTH][WORDS], highs[DEPTH][WORDS], xs[DEPTH][2];
+  for (; k + (DEPTH - 1) * STEP + CHUNK <= end; k += DEPTH * STEP) {
+    Chunk chunks[DEPTH];
 #pragma unroll
-    for (int d = 0; d < DEPTH; d++) {
+    for (int d = 0; d < DEPTH; d++) chunks[d].load<true>(low + d * STEP, high + d * STEP, row + d * STEP, 0);
 #pragma unroll
-      for (int p = 0; p < WORDS; p++) {
-        const int at = k + d * STEP + (WORDS == 2 ? 32 * p + 8 * t : 16 * t);
-        lows[d][p] = load_once_or_zero(low + at, has_low && at < end);
-        highs[d][p] = load_once_or_zero(high + at, has_high && at < end);
-      }
-    }
-#pragma unroll
-    for (int d = 0; d < DEPTH; d++) {
-#pragma unroll
-      for (int p = 0; p < 2; p++) {
-        const int at = k + d * STEP + (WORDS == 2 ? 32 * p + 8 * t : 16 * t + 8 * p);
-        xs[d][p] = load_or_zero(row + at, has_row && at < end);
-      }
-    }
-#pragma unroll
-    for (int d = 0; d < DEPTH; d++) {
-      if constexpr (WORDS == 2) {
-#pragma unroll
-        for (int p = 0; p < 2; p++) Fragments<Wt>(lows[d][p], highs[d][p]).multiply(sum, &xs[d][p]);
-      } else if (k + d * STEP < end) {
-        float block[4] = {};
-        Fragments<Wt>(lows[d][0], highs[d][0]).multiply(block, xs[d]);
-        const float s = scales[(k + d * STEP) / SCALED];
-#pragma unroll
-        for (int i = 0; i < 4; i++) sum[i] = fmaf(s, block[i], sum[i]);
-      }
-    }
+    for (int d = 0; d < DEPTH; d++) chunks[d].multiply(sum, scales + (k + d * STEP) / SCALED);
+    low += DEPTH * STEP, high += DEPTH * STEP, row += DEPTH * STEP;
+  }
+  for (; k < end; k += STEP) {
+    Chunk chunk;
+    chunk.load<false>(low, high, row, end - k - t * LANE_K);
+    chunk.multiply(sum, scales + k / SCALED);
+    low += STEP, high += STEP, row += STEP;
   }
 
 #pragma unroll
@@ -73,13 +91,13 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP, 2) linear_few(
   __syncthreads();
   // out = sum over ranges of (sum over warps)
   const int r = threadIdx.x / 16, f = threadIdx.x % 16;
-  if (threadIdx.x < 8 * 16 && r < R && feature + f < Dout) {
+  if (r < R && feature + f < Dout) {
     float total = 0.0f;
     for (int s = 0; s < splits; s++) {
-      float range = part[WARPS_OF_K * s][threadIdx.x];
+      float sum = part[WARPS_OF_K * s][threadIdx.x];
 #pragma unroll
-      for (int i = 1; i < WARPS_OF_K; i++) range += part[WARPS_OF_K * s + i][threadIdx.x];
-      total = s ? total + range : range;
+      for (int i = 1; i < WARPS_OF_K; i++) sum += part[WARPS_OF_K * s + i][threadIdx.x];
+      total = s ? total + sum : sum;
     }
     out[r * (long long)Dout + feature + f] = from_float<Out>(total);
   }
