@@ -3,7 +3,7 @@
 //
 // sample          grid: N, a block owns a row of logits. block: THREADS.
 // advance_history grid: B, a block owns a request. block: any number of threads.
-// shared: about 40 KB, static. Read twice: a row of logits, 2 to 4 times (largest; kept ones; sums; draw) and more often
+// shared: 38 KB, static. Read twice: a row of logits, 2 to 4 times (largest; kept ones; sums; draw) and more often
 // where top_k or top_p keep thousands; from L2.
 //
 // A slot's parameters: numbers = temperature, top_p, min_p, repetition, presence, frequency;

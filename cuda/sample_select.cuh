@@ -4,8 +4,8 @@
 
 #include "sample_row.cuh"
 
-constexpr int WAYS = 16;      // parts, a power of two, into which a range of keys is cut at a time
-constexpr int CHUNKS = 1024;  // pieces of a row at most, each summed by a warp
+constexpr int LOG_WAYS = 3, WAYS = 1 << LOG_WAYS;  // parts into which a range of keys is cut at a time
+constexpr int CHUNKS = 1024;                       // pieces of a row at most, each summed by a warp
 constexpr int LAST = 0x7fffffff;
 
 struct Scratch {
@@ -244,7 +244,7 @@ __device__ Threshold fewest(
   bool fits = row.n <= FEW;
   while (!fits && hi - lo > 1) {
     // mass from lo + j 2^shift on, for j = 1 .. WAYS-1; in [0] how many keys there are
-    const int shift = max(60 - __clzll(hi - lo - 1), 0);
+    const int shift = max(64 - LOG_WAYS - __clzll(hi - lo - 1), 0);
     double sum[WAYS] = {};
     row.from(least(lo)).each([&](int place, double x) {
       const Word k = key(place, x);
