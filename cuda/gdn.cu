@@ -1,20 +1,20 @@
 // Gated delta rule for every row of a forest: outputs o and factors u from a checkpoint and a ring that are only read.
-// Definition: gdn and tree in boleinfer/ops/gdn.py. With G the log decay summed from the checkpoint along the root path,
-// the ring a chain before every root, and `before` the ring and all strict ancestors of a row n:
+// Definition: gdn and tree in boleinfer/ops/gdn.py. With G the log decay summed from the checkpoint along the root
+// path, the ring a chain before every root, and `before` the ring and all strict ancestors of a row n:
 //   u_n = beta_n (v_n - e^{G_n} S^T k_n - sum_{a in before} e^{G_n - G_a} (k_a . k_n) u_a)
 //   o_n =               e^{G_n} S^T q_n + sum_{a in before, n} e^{G_n - G_a} (k_a . q_n) u_a
 //
 // A window is a whole tree, or CHUNK rows of a longer chain, taken one after another with the state in shared memory.
 // Its columns are the ring (in the first window), filled up to a multiple of 16, then its rows, 16 at a time:
-//   W = decays * scores of the 16 rows with all columns so far, eight columns a warp      (all warps, then a barrier)
-//   X = e^G S^T x + W U of the columns before; u by substitution; o = X + W u             (each warp its own columns of V)
+//   W = decays * scores of the 16 rows with all columns so far: eight columns a warp, then a barrier
+//   X = e^G S^T x + W U of the columns before, u by substitution, o = X + W u: each warp its own columns of V
 // Rows that are not in use count as keys of zero and are not written. A row depends on its request alone.
 //
 // grid: V / Vt, Hv, B. block: 4 * Vt threads; see gdn.cuh for who owns what.
 // shared: 4 (K + Cols) Vt + 128 Pitch + 20 Cols + 2048 bytes, Pitch = Cols or Cols + 16, Cols = ring and rows, each in
 // full sixteens: 72 KB at most. S is read once; keys are read again for every 16 rows, from L1 or L2.
 //
-// sizes: Act=bf16 K=16 V=16 Vt=16 | Act=bf16,float K=128 V=128 Vt=16,32 | Act=bf16,float K=64 V=64 Vt=32
+// sizes: Act=bf16,float K=16 V=16 Vt=16 | Act=bf16,float K=128 V=128 Vt=16,32 | Act=bf16,float K=64 V=64 Vt=32
 #include "gdn.cuh"
 
 constexpr int MOST = CHUNK + TREE;  // columns
@@ -49,8 +49,9 @@ __device__ __forceinline__ float fade(float2 later, float2 earlier) {
   return expf((later.x - earlier.x) + (later.y - earlier.y));
 }
 
-// The warp's columns of rows 0 .. many-1 of a matrix with rows `stride` apart, from global memory; zeros from `some` on.
-__device__ __forceinline__ void fetch(float* tile, const float* from, long long stride, int some, int many, const Lane& me) {
+// The warp's columns of rows 0 .. many-1 of a matrix with rows `stride` apart; zeros from row `some` on.
+__device__ __forceinline__ void fetch(float* tile, const float* from, long long stride, int some, int many,
+                                      const Lane& me) {
   const int quarter = 4 * (threadIdx.x % 2);
   for (int i = threadIdx.x % WARP / 2; i < many; i += WARP / 2) {
     const float* src = from + (i < some ? i * stride : 0) + me.column + quarter;
@@ -59,22 +60,27 @@ __device__ __forceinline__ void fetch(float* tile, const float* from, long long 
   cp_async_commit();
 }
 
-// Keys, log decays, parents and ancestors of the rows of a window; zeros for rows not in use.
-__device__ __forceinline__ void gather_rows(const Window& w, const Act* k, const float* g, const int* parent, const int* request,
-                            const unsigned* bits, bool chain, int b, int h, int Hk, int Hv, long long tree) {
+// Keys, log decays, parents and ancestors of the rows of a window; nothing where a row is not in use.
+__device__ __forceinline__ void gather_rows(const Window& w, const Act* k, const float* g, const int* parent,
+                                            const int* request, const unsigned* ancestors, bool chain, int b, int h,
+                                            int Hk, int Hv, int tree) {
   for (int n = threadIdx.x; n < w.columns() - w.from; n += THREADS) {
-    const long long row = w.first + n;
-    const bool used = n < w.rows && request[row] == b;
-    const int before = chain ? n - 1 : used && parent[row] >= 0 ? int(parent[row] - tree) : -1;
+    const long long row = w.first + (n < w.rows ? n : 0);
+    const int owner = request[row], above = parent[row];
+    const float decay = g[row * Hv + h];
+    auto bits = load<TREE / 32>(ancestors + row * (TREE / 32));
+    const bool used = n < w.rows && owner == b;
+    const int before = chain ? n - 1 : used && above >= 0 ? above - tree : -1;
     w.key[w.from + n] = used ? k + (row * Hk + h / (Hv / Hk)) * K : nullptr;
-    w.sum[w.from + n] = used ? clamped(g[row * Hv + h]) : 0.0;
+    w.sum[w.from + n] = used ? clamped(decay) : 0.0;
     w.up[w.from + n] = before >= 0 ? w.from + before : w.ring - 1;
 #pragma unroll
     for (int word = 0; word < TREE / 32; word++) {
-      const int inside = n - 32 * word;  // rows 0 .. inside of this word
-      const unsigned path = inside < 0 ? 0 : inside < 31 ? (2u << inside) - 1 : ~0u;
-      w.ancestors[n * (TREE / 32) + word] = !used ? 0 : chain ? path : bits[row * (TREE / 32) + word];
+      const int inside = n - 32 * word;  // bits 0 .. inside of this word are on a path to n
+      if (chain) bits.v[word] = inside < 0 ? 0 : inside < 31 ? (2u << inside) - 1 : ~0u;
+      if (!used) bits.v[word] = 0;
     }
+    store<TREE / 32>(w.ancestors + n * (TREE / 32), bits);
   }
 }
 
@@ -88,9 +94,16 @@ __device__ __forceinline__ void gather_ring(const Window& w, const Act* k, const
   }
 }
 
+// The queries and keys of rows n0 .. n0+15.
+__device__ __forceinline__ void read_rows(Rows<Act> (&x)[2], const Window& w, int n0, const Act* q, const Act* k,
+                                          const Lane& me) {
+  const Act* key[2] = {w.key[w.from + n0 + me.row], w.key[w.from + n0 + me.row + 8]};
+  x[0].read(key[0] ? q + (key[0] - k) : nullptr, key[1] ? q + (key[1] - k) : nullptr, me);
+  x[1].read(key[0], key[1], me);
+}
+
 // G of every column as a float and what it lacks.
 __device__ __forceinline__ void sum_decays(const Window& w) {
-  __syncthreads();
   sum_paths<MOST>(w.sum, w.up, w.columns());
   for (int i = threadIdx.x; i < w.columns(); i += THREADS) {
     const double sum = w.sum[i];
@@ -128,12 +141,13 @@ __device__ __forceinline__ void weights(const Window& w, const Rows<Act> (&x)[2]
 }
 
 // u of 16 rows from beta (v - what is past): each row's u, once known, is taken out of the rows below it.
-__device__ __forceinline__ void substitute(float (&u)[4], const Window& w, int n0, const float (&beta)[2], const Lane& me) {
+__device__ __forceinline__ void substitute(float (&u)[4], const Window& w, int n0, const float (&beta)[2],
+                                           const Lane& me) {
+  if (n0 + 1 >= w.rows) return;
   float A[2][BLOCK];
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const float* from = w.W + (BLOCK + me.row + 8 * half) * w.Pitch + w.from + n0;
-    const auto row = load<BLOCK>(from);
+    const auto row = load<BLOCK>(w.W + (BLOCK + me.row + 8 * half) * w.Pitch + w.from + n0);
 #pragma unroll
     for (int a = 0; a < BLOCK; a++) A[half][a] = beta[half] * row.v[a];
   }
@@ -194,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn(
     const int* __restrict__ chain,           // [B]
     const int* __restrict__ parent,          // [R]
     const int* __restrict__ request,         // [R]
-    const unsigned* __restrict__ ancestors,  // [R, 4]
+    const unsigned* __restrict__ ancestors,  // [R, 4] aligned 16
     Act* __restrict__ o,                     // [R, Hv, V] aligned 16
     float* __restrict__ u,                   // [R, Hv, V] aligned 16
     int Hk,
@@ -204,14 +218,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn(
 {
   extern __shared__ __align__(16) char memory[];
   const int b = blockIdx.z, h = blockIdx.y, v0 = blockIdx.x * Vt;
-  const int tree = start[b], rows = start[b + 1] - tree;
+  const int tree = start[b], rows = start[b + 1] - tree, path = chain[b];
+  const long long s = slot[b];
   if (rows <= 0) return;
   const Lane me = this_lane();
-  const long long s = slot[b];
   Window w(memory, Cols);
   fetch(w.S, S + (s * Hv + h) * K * V + v0, V, K, K, me);
 
-  const bool path = chain[b];
   const int most = path ? CHUNK : rows;
   w.ring = length[s];
   w.from = (w.ring + BLOCK - 1) / BLOCK * BLOCK;
@@ -226,12 +239,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn(
     w.first = tree + done;
     w.rows = min(most, rows - done);
     gather_rows(w, k, g, parent, request, ancestors, path, b, h, Hk, Hv, tree);
+    __syncthreads();
+    Rows<Act> x[2];
+    read_rows(x, w, 0, q, k, me);
     sum_decays(w);
 
     for (int n0 = 0; n0 < w.rows; n0 += BLOCK) {
-      const Act* key[2] = {w.key[w.from + n0 + me.row], w.key[w.from + n0 + me.row + 8]};
-      const Act* query[2] = {key[0] ? q + (key[0] - k) : nullptr, key[1] ? q + (key[1] - k) : nullptr};
-      const Rows<Act> x[2] = {{query[0], query[1], me}, {key[0], key[1], me}};
       weights(w, x, n0, me);
       cp_async_wait<0>();
       __syncthreads();
@@ -243,8 +256,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn(
       for (int half = 0; half < 2; half++) {
         const float decay = expf(w.G(w.from + n0 + me.row + 8 * half).x);
         at_row[half] = (w.first + n0 + me.row + 8 * half) * Hv + h;
-        strength[half] = key[half] ? beta[at_row[half]] : 0.0f;
-        const float2 value = key[half] ? load_two(v + at_row[half] * V + v0 + me.pair) : float2{0.0f, 0.0f};
+        strength[half] = x[1].x[half] ? beta[at_row[half]] : 0.0f;
+        const float2 value = x[1].x[half] ? load_two(v + at_row[half] * V + v0 + me.pair) : float2{0.0f, 0.0f};
         y[2 * half] = value.x, y[2 * half + 1] = value.y;
 #pragma unroll
         for (int c = 0; c < 2; c++) X[0][2 * half + c] *= decay, X[1][2 * half + c] *= decay;
@@ -261,11 +274,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn(
       weigh<1>(X, w.W, w.Pitch, w.U, w.from + n0, w.from + n0 + BLOCK, me);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        if (key[half]) {
+        if (x[1].x[half]) {
           store_two(u + at_row[half] * V + v0 + me.pair, y[2 * half], y[2 * half + 1]);
           store_two(o + at_row[half] * V + v0 + me.pair, X[0][2 * half], X[0][2 * half + 1]);
         }
       }
+      if (n0 + BLOCK < w.rows) read_rows(x, w, n0 + BLOCK, q, k, me);
       __syncthreads();  // W is free again
     }
   }

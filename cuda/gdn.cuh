@@ -1,10 +1,10 @@
-// What the kernels of the gated delta rule share: tiles of float32 in shared memory, products with them, sums of decays.
+// What the kernels of the gated delta rule share: tiles of float32 in shared memory, their products, sums of decays.
 //
-// A block works on a tile of Vt columns of V, a warp on COLUMNS of them; lane l of a warp is 4 * row + quad. Whatever the
-// type, products have the ownership of an mma result: a lane holds rows `row` and `row + 8` of two neighbouring columns.
-// With Act = bf16 they are made by mma: q and k are exact operands, a float32 operand is the sum of bf16 parts, up to
-// 2^-16 with two parts and up to its own rounding with three. With Act = float they are made by FMA.
-// The contracted index is dealt out so that a lane's four are neighbours: 2t, 2t+1, 2t+8, 2t+9 of mma are 4t .. 4t+3 here.
+// A block works on a tile of Vt columns of V, a warp on COLUMNS of them; lane l of a warp is 4 * row + quad. Whatever
+// the type, a product's result is held as mma leaves it: a lane has rows `row` and `row + 8` of two columns.
+// With Act = bf16 products are made by mma: q and k are exact operands, a float32 operand is a sum of bf16 parts, up to
+// 2^-17 with two parts and up to its own rounding with three. With Act = float they are made by FMA.
+// The contracted index is dealt out so that a lane's four are neighbours: 2t, 2t+1, 2t+8, 2t+9 of mma are 4t .. 4t+3.
 #pragma once
 
 #include "mma.cuh"
@@ -117,7 +117,8 @@ struct Rows {
   const T* x[2];
   unsigned a[TENSOR ? K / 16 : 1][4];
 
-  __device__ __forceinline__ Rows(const T* x0, const T* x1, const Lane& me) : x{x0, x1} {
+  __device__ __forceinline__ void read(const T* x0, const T* x1, const Lane& me) {
+    x[0] = x0, x[1] = x1;
     if constexpr (TENSOR) {
 #pragma unroll
       for (int s = 0; s < K / 16; s++) {
@@ -130,8 +131,8 @@ struct Rows {
 
 // ---- products -------------------------------------------------------------------------------------------------------
 
-// d[n] += X_n Y^T over K for the queries and keys X and 8 keys Y [8, K]: mine is row `row` of Y, y0 and y1 rows 2 * quad
-// and 2 * quad + 1.
+// d[n] += X_n Y^T over K for the queries and keys X and 8 keys Y [8, K]: mine is row `row` of Y, y0 and y1 are rows
+// 2 * quad and 2 * quad + 1.
 template <class T>
 __device__ __forceinline__ void scores(float (&d)[2][4], const Rows<T> (&x)[2], const T* mine, const T* y0, const T* y1,
                                        const Lane& me) {
@@ -243,11 +244,9 @@ __device__ __forceinline__ void absorb(State& state, const T* const* key, const 
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         const T* from = key[i + 4 * me.quad + j];
-        if (from) {
-          memcpy(x[j], __builtin_assume_aligned(from + SHARE * me.row, sizeof(x[j]) < 16 ? sizeof(x[j]) : 16), sizeof(x[j]));
-        } else {
-          memset(x[j], 0, sizeof(x[j]));
-        }
+        Pack<unsigned, SHARE / 2> pack = {};
+        if (from) pack = load<SHARE / 2>(reinterpret_cast<const unsigned*>(from + SHARE * me.row));
+        memcpy(x[j], &pack, sizeof(pack));
       }
 #pragma unroll
       for (int j = 0; j < SHARE / 2; j++) {

@@ -1,22 +1,23 @@
-// Accepted rows of the gated delta rule become part of the past. Definition: commit and ring_after in boleinfer/ops/gdn.py.
-// Of a request with m accepted rows and a ring of capacity C that holds `length`: rows are appended while they fit; else
-// the ring is folded into the state first, and the rows themselves too when they are more than C. With m = 0 nothing is
-// written. The two kernels run in this order; the length is not changed (gdn_advance.cu).
+// Accepted rows of the gated delta rule become part of the past. Definition: commit and ring_after in
+// boleinfer/ops/gdn.py. Of a request with m accepted rows and a ring of capacity C that holds `length`: rows are
+// appended while they fit; else the ring is folded into the state first, and the rows themselves too when they are more
+// than C. With m = 0 nothing is written. The two kernels run in this order; the length is not changed (gdn_advance.cu).
 //
 // gdn_fold    S = e^G S + sum_i e^{G - G_i} k_i u_i^T over the ring, then over the rows when m > C. Taken in pieces of
 //             CHUNK entries, the latest first, so that what comes after an entry is known; G in float64.
-//             grid: V / Vt, Hv, B. block: 4 * Vt threads; see gdn.cuh for who owns what. shared: 4 CHUNK (Vt + 5) bytes.
-//             The state is read once and written once, from and to registers.
+//             grid: V / Vt, Hv, B. block: 4 * Vt threads; see gdn.cuh for who owns what. shared: 4 CHUNK (Vt + 8)
+//             bytes. The state is read once and written once, from and to registers.
 // gdn_append  copies up to C rows to the ring. grid: C, B. block: any; a block copies a row. shared: none.
 //
-// sizes: Act=bf16 K=16 V=16 Vt=16 | Act=bf16,float K=128 V=128 Vt=16,32 | Act=bf16,float K=64 V=64 Vt=32
+// sizes: Act=bf16,float K=16 V=16 Vt=16 | Act=bf16,float K=128 V=128 Vt=16,32 | Act=bf16,float K=64 V=64 Vt=32
 #include "gdn.cuh"
 
 // Whether the rows of a request do not fit into its ring any more.
 __device__ __forceinline__ bool overflows(int length, int m, int C) { return length + m > C; }
 
 // The u of `count` entries, each scaled by what remains of it, the warp's columns; zeros up to a multiple of 16.
-__device__ __forceinline__ void fetch_faded(float* U, const float* const* from, const float* kept, int count, const Lane& me) {
+__device__ __forceinline__ void fetch_faded(float* U, const float* const* from, const float* kept, int count,
+                                            const Lane& me) {
   const int quarter = me.column + 4 * (threadIdx.x % 2);
   for (int i = threadIdx.x % WARP / 2; i < (count + 15) / 16 * 16; i += WARP / 2) {
     Pack<float, 4> u = {};
@@ -27,7 +28,7 @@ __device__ __forceinline__ void fetch_faded(float* U, const float* const* from, 
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) gdn_fold(
+extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn_fold(
     float* __restrict__ S,             // [Slots, Hv, K, V] aligned 16
     const Act* __restrict__ ring_k,    // [Slots, C, Hk, K] aligned 16
     const float* __restrict__ ring_u,  // [Slots, C, Hv, V] aligned 16
