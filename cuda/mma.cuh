@@ -5,10 +5,10 @@
 //                                 a[2] = A[g][2t+8, +9]   a[3] = A[g+8][2t+8, +9]
 //   b[2]  B [16, 8] by columns:   b[0] = B[2t, 2t+1][g]   b[1] = B[2t+8, 2t+9][g]
 //   d[4]  D [16, 8], float32:     d[0], d[1] = D[g][2t, 2t+1]   d[2], d[3] = D[g+8][2t, 2t+1]
-// D of one product, rounded in pairs, is a half of A of the next: a[0], a[1] (or a[2], a[3]) = (d[0], d[1]), (d[2], d[3]).
+// D of one product, in bf16 pairs, is a half of A of the next: a[0], a[1] (or a[2], a[3]) = (d[0], d[1]), (d[2], d[3]).
 //
-// ldmatrix_x4 reads four 8x8 matrices of 16-bit numbers; lane l gives the address of row l % 8 of matrix l / 8, 16 bytes
-// in shared memory at a multiple of 16. r[i] = M_i[g][2t, 2t+1]; with _trans r[i] = M_i[2t, 2t+1][g].
+// ldmatrix_x4 reads four 8x8 matrices of 16-bit numbers; lane l gives the address of row l % 8 of matrix l / 8: 16
+// bytes of shared memory at a multiple of 16. r[i] = M_i[g][2t, 2t+1]; with _trans r[i] = M_i[2t, 2t+1][g].
 //   A of a row-major [16, 16] tile: lane l gives row l % 16, column 8 * (l / 16).
 //   B from W [n, k] by rows (D = A W^T): plain. Lane l gives row l % 8 + 8 * (l / 16), column 8 * (l / 8 % 2):
 //     r[0], r[1] are b of the first 8 rows of W, r[2], r[3] of the next 8.
@@ -26,7 +26,8 @@
 // d += A B. All lanes of the warp together.
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
@@ -49,8 +50,8 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], const void* 
                : "memory");
 }
 
-// Starts copying 16 bytes from global to shared memory, past L1, both at multiples of 16; zeros instead where !valid (src
-// is then not read). What is copied may be read after cp_async_wait by the same thread, by others after a barrier too.
+// Starts copying 16 bytes from global to shared memory, past L1, both at multiples of 16; zeros instead where !valid
+// (src is then not read). What is copied may be read after cp_async_wait by the same thread, by others after a barrier.
 __device__ __forceinline__ void cp_async16(void* shared, const void* src, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :

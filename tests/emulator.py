@@ -42,6 +42,7 @@ FOLDER = Path(__file__).parent / "emulated"
 ORDERS = ("forward", "reverse", "random")
 _GUARD, _POISON = 4096, 0xFF  # bytes on both sides of an array
 _SHARED = 227 * 1024  # dynamic shared memory of a block on an H200
+_MEMORY = 141 << 30
 _LOCK = threading.Lock()
 _FLAGS = (
     *("-std=c++17", "-O1", "-fPIC", "-w", "-DEMULATED"),
@@ -136,11 +137,12 @@ def emulated(order: str = "forward", seed: int = 0) -> Iterator[None]:
         mock.patch.object(device, "empty", empty),
         mock.patch.object(device, "upload", upload),
         mock.patch.object(device, "download", lambda array: array.get()),
-        mock.patch.object(device, "shared_bytes", lambda: _SHARED),
+        mock.patch.object(device, "memory", lambda: (_MEMORY, _MEMORY)),
         mock.patch.object(device, "pinned", lambda nbytes: np.empty(nbytes, np.uint8)),
         mock.patch.object(device, "Staging", _Staging),
         mock.patch.object(device, "shared_bytes", lambda: _SHARED),
         mock.patch.object(kernels, "open_gpu", lambda: gpu),
+        mock.patch.object(kernels, "usable", lambda: "90"),
         mock.patch.object(kernels, "_module", _Module),
         mock.patch.object(kernels, "launch", functools.partial(_launch, kernels.launch)),
     ):

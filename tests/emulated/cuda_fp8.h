@@ -58,7 +58,8 @@ struct alignas(4) __nv_fp8x4_e4m3 {
   __nv_fp8x4_storage_t __x;
   __nv_fp8x4_e4m3() = default;
   explicit operator float4() const {
-    return {emulated::of_fp8(__x), emulated::of_fp8(__x >> 8), emulated::of_fp8(__x >> 16), emulated::of_fp8(__x >> 24)};
+    using emulated::of_fp8;
+    return {of_fp8(__x), of_fp8(__x >> 8), of_fp8(__x >> 16), of_fp8(__x >> 24)};
   }
 };
 

@@ -1,5 +1,5 @@
 // CUDA C++ for the CPU: qualifiers, vector types, built-in variables, intrinsics and mathematics, as far as the kernels
-// use them. Included in front of a .cu file. What makes threads wait or exchange is in runtime.cpp.
+// use them. Included in front of a .cu file. What makes threads wait or exchange is in runtime.cpp and threads.h.
 #pragma once
 
 #include <math.h>
@@ -20,7 +20,7 @@
 #define __grid_constant__
 #define __CUDA_ARCH__ 900
 
-// ---- vector types -----------------------------------------------------------------------------------------------------
+// ---- vector types ---------------------------------------------------------------------------------------------------
 
 #define VECTORS(T, name, a2, a4)                             \
   struct name##1 { T x; };                                   \
@@ -46,7 +46,7 @@ struct dim3 {
   unsigned x, y, z;
 };
 
-// ---- the runtime ------------------------------------------------------------------------------------------------------
+// ---- the runtime ----------------------------------------------------------------------------------------------------
 
 // In front of default arguments: the place of the call, for reports.
 #define SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
@@ -116,7 +116,7 @@ void call(void (*kernel)(P...), void** args) {
 #define gridDim emulated::grid_size
 #define warpSize 32
 
-// ---- barriers, exchange within a warp ---------------------------------------------------------------------------------
+// ---- barriers, exchange within a warp -------------------------------------------------------------------------------
 
 #define HERE emulated::Site{file, line}
 
@@ -198,7 +198,7 @@ REDUCE(__reduce_xor_sync, a ^ b)
 #undef REDUCE
 #undef EACH_LANE
 
-// ---- memory -----------------------------------------------------------------------------------------------------------
+// ---- memory ---------------------------------------------------------------------------------------------------------
 
 #define ATOMIC(name, expression)           \
   template <class T, class U>              \
@@ -241,7 +241,7 @@ inline void __nanosleep(unsigned) {}
 inline void __trap(SITE) { emulated::fail("__trap()", HERE); }
 #define assert(condition) ((condition) ? void() : emulated::fail("assert(" #condition ")", {__FILE__, __LINE__}))
 
-// ---- bits and integers ------------------------------------------------------------------------------------------------
+// ---- bits and integers ----------------------------------------------------------------------------------------------
 
 inline float __int_as_float(int x) { return emulated::of_bits<float>(unsigned(x)); }
 inline float __uint_as_float(unsigned x) { return emulated::of_bits<float>(x); }
@@ -281,7 +281,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned s) {
   return y;
 }
 
-// ---- mathematics ------------------------------------------------------------------------------------------------------
+// ---- mathematics ----------------------------------------------------------------------------------------------------
 
 // With both arguments of one type, or mixed as the usual conversions say; NaN loses.
 template <class A, class B>
