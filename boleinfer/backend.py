@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from boleinfer import device_weights, kernels, models, random_weights, weights
+from boleinfer import device, device_weights, driver, kernels, memory_plan, models, random_weights, weights
 from boleinfer.config import ConfigError, ModelConfig
 from boleinfer.cuda_executor import CudaExecutor, DraftPlan
 from boleinfer.decoder import Decoder
 from boleinfer.executor import Executor, HostExecutor
+from boleinfer.memory_plan import Needs
 from boleinfer.state import State
 
 Progress = Callable[[int, int], None]
@@ -33,6 +33,7 @@ class Options:
     draft_depth: int = 8
     poison: bool = False
     graphs: bool = True
+    memory_fraction: float = 0.9
 
     @property
     def scratch(self) -> int:
@@ -64,12 +65,11 @@ def choose_device(asked: str) -> bool:
     if asked == "cpu":
         return False
     try:
-        gpu = kernels.open_gpu()
-        gpu.arch(gpu.device())
+        kernels.usable()
     except kernels.ToolchainError as problem:
         if asked == "cuda":
             raise
-        if shutil.which("nvidia-smi"):
+        if driver.ask() is not None:
             warnings.warn(f"there is an NVIDIA GPU here, but it is not used: {problem}", stacklevel=3)
         return False
     return True
@@ -89,6 +89,36 @@ def load_host(config: ModelConfig, source: Source, o: Options, mtp: bool | str, 
     return HostExecutor(model, _state(config, o, model, np.dtype(np.float32), gpu=False))
 
 
+def needs(
+    config: ModelConfig, source: Source, o: Options, mtp: bool | str, act: np.dtype, drafts: bool
+) -> memory_plan.Needs:
+    """What decides how much of a GPU the model takes; reads headers of files at most.
+
+    act: type of activations; drafts: whether the MTP layer drafts there"""
+    family = models.family(config.model_type)
+    if source.seed is not None:
+        found = random_weights.sizes(config, family.plan, act, mtp is not False, source.fp8)
+    else:
+        assert source.folder is not None
+        found = device_weights.sizes(source.folder, config, family.plan, act, mtp)
+    return Needs(config, found, act.itemsize, drafting(o, drafts and "mtp.fc" in found))
+
+
+def fit_cuda(needed: Needs, o: Options, free_context: bool, free_rows: bool) -> Options:
+    """The options, or smaller ones where the user left the context or the rows open, that fit on the current GPU.
+
+    Raises ConfigError when nothing does, ToolchainError when the GPU cannot be used."""
+    free, total = device.memory()
+    fitting = memory_plan.fit(needed, o, free, total, free_context, free_rows)
+    if fitting.context < o.context:
+        warnings.warn(
+            f"requests may have {fitting.context} tokens, as many as the GPU's memory holds for "
+            f"max_batch={o.max_batch}; choose with max_model_len and max_batch",
+            stacklevel=3,
+        )
+    return fitting
+
+
 def load_cuda(
     config: ModelConfig,
     source: Source,
@@ -96,24 +126,39 @@ def load_cuda(
     mtp: bool | str,
     act: np.dtype,
     allowed: np.ndarray,
-    drafts: bool,
+    needed: Needs,
     progress: Progress | None,
 ) -> Executor:
     """The model on the current GPU.
 
-    act: type of activations; allowed: bool [vocab]; drafts: whether the MTP layer drafts there
-    Raises WeightsError, or ConfigError when its memory cannot be had."""
+    act: type of activations; allowed: bool [vocab]; needed: what `needs` gave
+    Raises WeightsError, or ConfigError when its memory cannot be had after all (fit_cuda sees to it before)."""
     family = models.family(config.model_type)
-    if source.seed is not None:
-        arrays = random_weights.make(config, family.plan, act, source.seed, mtp is not False, source.fp8)
-    else:
-        assert source.folder is not None
-        arrays = device_weights.load(source.folder, config, family.plan, act, mtp=mtp, progress=progress)
-    arrays = {name: array for name, array in arrays.items() if mtp is not False or not name.startswith("mtp.")}
-    model = family.build(config, arrays)
-    state = _state(config, o, model, act, gpu=True)
-    plan = DraftPlan(depth=min(4, o.draft_depth)) if drafts and model.has_mtp and o.draft_nodes else None
-    return CudaExecutor(model, state, allowed, o.max_batch, o.max_rows, o.draft_nodes, o.pages, plan, o.graphs)
+    try:
+        if source.seed is not None:
+            arrays = random_weights.make(config, family.plan, act, source.seed, mtp is not False, source.fp8)
+        else:
+            assert source.folder is not None
+            arrays = device_weights.load(source.folder, config, family.plan, act, mtp=mtp, progress=progress)
+        arrays = {name: array for name, array in arrays.items() if mtp is not False or not name.startswith("mtp.")}
+        model = family.build(config, arrays)
+        state = _state(config, o, model, act, gpu=True)
+        executor = CudaExecutor(
+            model, state, allowed, o.max_batch, o.max_rows, o.draft_nodes, o.pages, needed.drafting, o.graphs
+        )
+        executor.runner.reserve(memory_plan.pool_bytes(needed, o))
+    except MemoryError as error:
+        raise ConfigError(
+            f"the GPU's memory ran out while the model was loaded ({error}); planned were\n"
+            f"{memory_plan.plan(needed, o).table()}\n"
+            "lower max_model_len, max_batch or max_rows, or end what else uses the GPU"
+        ) from None
+    return executor
+
+
+def drafting(o: Options, drafts: bool) -> DraftPlan | None:
+    """How the MTP layer drafts on the GPU, where it does."""
+    return DraftPlan(depth=min(4, o.draft_depth)) if drafts and o.draft_nodes and o.draft_depth else None
 
 
 def _state(config: ModelConfig, o: Options, model: Decoder, act: np.dtype, gpu: bool) -> State:

@@ -43,6 +43,8 @@ _INFO = """\
 examples:
   boleinfer info                       the bundled model
   boleinfer info ~/models/Qwen3.5-9B   reads config.json and the headers of the weight files, never the weights
+  boleinfer info Qwen/Qwen3.5-9B       the same of a model on the hub, whose weights are not fetched
+  boleinfer info --random-weights qwen3.5-27b-fp8     what a published size would need
 """
 _CHECK = """\
 examples:
@@ -102,6 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     info = command("info", "what is in a model and how much memory it needs", _INFO)
     info.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub id (default: the bundled model)")
+    info.add_argument("--random-weights", metavar="SIZE", help="a published size instead, such as qwen3.5-27b-fp8")
     info.add_argument("--json", action="store_true", help="print it as one JSON object")
     add_hub_flags(info)
     info.set_defaults(run=_run_info)

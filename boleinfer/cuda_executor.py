@@ -114,7 +114,9 @@ class CudaExecutor:
             batch = Batch(upload_forest(chain), slot, device.upload(place.pages[None]))
             hidden, pending = self.model.forward(batch, self.state)
             self.state.commit(batch, pending, upload_paths(chain, [np.arange(len(tokens))]))
-            return device.download(self.model.logits(hidden))
+            n = self._max_batch * (1 + self._draft_nodes)  # rows whose logits a step holds as well
+            pieces = [hidden[i : i + n] for i in range(0, len(tokens), n)]
+            return np.concatenate([device.download(self.model.logits(piece)) for piece in pieces])
 
     def _step(self, frame: _Frame) -> object:
         """All launches of a step; returns the arrays that are read after it."""

@@ -83,6 +83,20 @@ def download(array: Array) -> np.ndarray:
     return array.get()
 
 
+def memory() -> tuple[int, int]:
+    """Bytes of the current GPU's memory that are free, and all of them. Raises ToolchainError where CUDA refuses."""
+    runtime = cupy().cuda.runtime
+    try:
+        cupy().get_default_memory_pool().free_all_blocks()
+        free, total = runtime.memGetInfo()
+    except (runtime.CUDARuntimeError, MemoryError) as error:
+        raise ToolchainError(
+            f"the GPU cannot be used ({error}); another program may hold all of its memory (nvidia-smi lists them), or "
+            "may have it for itself"
+        ) from error
+    return int(free), int(total)
+
+
 def shared_bytes() -> int:
     """Shared memory that one block may have on the current GPU."""
     return int(cupy().cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"])

@@ -7,8 +7,9 @@ keeps whole blocks of 128 rows, and are dequantised here where one does not. Vec
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from boleinfer import device
-from boleinfer.checkpoint import Checkpoint
+from boleinfer.checkpoint import Checkpoint, Stored
 from boleinfer.config import ModelConfig
 from boleinfer.device import Array, Fp8
 from boleinfer.plans import Part, Target
@@ -42,22 +43,58 @@ def load(
     checkpoint = Checkpoint(folder)
     targets, names = match(config, plan, checkpoint.tensors, mtp)
     source = _Source(checkpoint, names, act)
-    total, done = sum(source.nbytes(t) for t in targets), 0
+    total, done = sum(sizes_of(targets, names, checkpoint.tensors, act).values()), 0
     arrays: dict[str, Any] = {}
     with _Copiers() as copiers:
         for target in targets:
             arrays[target.name] = source.place(target, copiers)
         for nbytes in copiers.finish():
             done += nbytes
-            if progress is not None:
-                progress(min(done, total), total)
+            if progress is not None and done < total:
+                progress(done, total)
+    if progress is not None:
+        progress(total, total)
     tie(arrays, config, _equal)
     return arrays
+
+
+def sizes(
+    folder: str | Path, config: ModelConfig, plan: Plan, act: np.dtype, mtp: bool | str = "auto"
+) -> dict[str, int]:
+    """Bytes on the GPU of each array that `load` would give, scales included; from the files' headers, with no GPU."""
+    checkpoint = Checkpoint(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `load` says what is missing
+        targets, names = match(config, plan, checkpoint.tensors, mtp)
+    return sizes_of(targets, names, checkpoint.tensors, act)
+
+
+def sizes_of(
+    targets: Sequence[Target], names: Mapping[str, str], stored: Mapping[str, Stored], act: np.dtype
+) -> dict[str, int]:
+    """As `sizes`, of what weights.match gave."""
+    found = {}
+    for t in targets:
+        n = math.prod(t.shape)
+        if stays_fp8(t, names, stored, act):
+            *lead, rows, width = t.shape
+            found[t.name] = n + 4 * math.prod(lead) * -(-rows // BLOCK) * -(-width // BLOCK)
+        else:
+            found[t.name] = n * kind(t.name, t.shape, act).itemsize
+    return found
 
 
 def kind(name: str, shape: tuple[int, ...], act: np.dtype) -> np.dtype:
     """The type of an array that is not FP8: float32 for vectors and taps, else that of the activations."""
     return np.dtype(np.float32) if len(shape) == 1 or name.endswith("conv1d") else act
+
+
+def stays_fp8(target: Target, names: Mapping[str, str], stored: Mapping[str, Stored], act: np.dtype) -> bool:
+    """Whether all parts are FP8 and begin, and are permuted, in whole blocks of rows."""
+    if act.itemsize == 4 or any(stored[names[p.tensor]].dtype != "F8_E4M3" for p in target.parts):
+        return False
+    whole = all(p.shape[-2] % BLOCK == 0 for p in target.parts[:-1])
+    return whole and all(p.rows is None or _block_rows(p.rows) is not None for p in target.parts)
 
 
 class _Source:
@@ -66,14 +103,9 @@ class _Source:
     def __init__(self, checkpoint: Checkpoint, names: Mapping[str, str], act: np.dtype):
         self._checkpoint, self._names, self._act = checkpoint, names, act
 
-    def nbytes(self, target: Target) -> int:
-        """Bytes of the target on the GPU, scales aside."""
-        item = 1 if self._stays_fp8(target) else kind(target.name, target.shape, self._act).itemsize
-        return item * math.prod(target.shape)
-
     def place(self, target: Target, copiers: _Copiers) -> Array | Fp8:
         """The target's array, whose contents the copiers are yet to bring."""
-        fp8 = self._stays_fp8(target)
+        fp8 = stays_fp8(target, self._names, self._checkpoint.tensors, self._act)
         dtype = device.dtype("fp8") if fp8 else kind(target.name, target.shape, self._act)
         array = device.empty(target.shape, dtype)
         rows, first = array.reshape(-1, target.shape[-1]), 0
@@ -85,16 +117,6 @@ class _Source:
             copiers.copy(data, part.rows, rows[first : first + len(data)])
             first += len(data)
         return Fp8(array, self._scales(target)) if fp8 else array
-
-    def _stays_fp8(self, target: Target) -> bool:
-        """Whether all parts are FP8 and begin, and are permuted, in whole blocks of rows."""
-        if self._act.itemsize == 4 or any(self._stored(p) != "F8_E4M3" for p in target.parts):
-            return False
-        whole = all(p.shape[-2] % BLOCK == 0 for p in target.parts[:-1])
-        return whole and all(p.rows is None or _block_rows(p.rows) is not None for p in target.parts)
-
-    def _stored(self, part: Part) -> str:
-        return self._checkpoint.tensors[self._names[part.tensor]].dtype
 
     def _scale(self, part: Part) -> np.ndarray:
         name = next(self._names[s] for s in scale_names(part.tensor) if s in self._names)

@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
+import numpy as np
+
 from boleinfer import device
 
 
@@ -21,6 +23,9 @@ class Eager:
     def on(self) -> Iterator[None]:
         """Inside it arrays come from the step's memory and kernels go to its stream."""
         yield
+
+    def reserve(self, nbytes: int) -> None:
+        """Makes sure that steps have so much memory, now instead of one by one. Raises MemoryError."""
 
     def ready(self, key: Hashable) -> bool:
         """Whether a step of this key needs no rehearsal."""
@@ -59,12 +64,19 @@ class Graphs:
         """Device memory that the steps hold beside weights and state."""
         return int(self._pool.total_bytes())
 
+    def reserve(self, nbytes: int) -> None:
+        """As Eager.reserve: one piece that all steps share, whatever their order.
+
+        Steps of growing size would each ask for more, and a pool that the driver refuses gives back what graphs use."""
+        with self.on():
+            device.empty((nbytes,), np.uint8)
+
     def ready(self, key: Hashable) -> bool:
         """As Eager.ready."""
         return key in self._graphs
 
     def rehearse(self, key: Hashable, step: Callable[[], object]) -> None:
-        """As Eager.rehearse. A step that cannot be captured is launched kernel by kernel from then on, with a warning."""
+        """As Eager.rehearse. A step that cannot be captured is launched kernel by kernel from then on: a warning."""
         with self.on():
             step()  # compiles what is not compiled yet and makes the pool large enough
             self.stream.synchronize()

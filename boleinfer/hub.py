@@ -48,7 +48,7 @@ def load_model_files(
     if not _REPO_ID.fullmatch(name):
         raise HubError(f"there is no folder {name}, and it is not a hub id (owner/name, like Qwen/Qwen3.5-0.8B)")
     if offline is None:
-        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+        offline = _offline_by_default()
     what = _at(name, revision)
     folder = _snapshot(name, revision, cache_dir) if offline else _fetched(name, revision, token, cache_dir)
     if folder is None:
@@ -60,6 +60,36 @@ def load_model_files(
     return folder
 
 
+def load_headers(
+    model: str | Path,
+    revision: str | None = None,
+    token: str | None = None,
+    offline: bool | None = None,
+    cache_dir: str | Path | None = None,
+) -> tuple[Path, dict[str, tuple[str, tuple[int, ...]]] | None]:
+    """As load_model_files without the weights: the folder, and what their files' headers say, {name: (type, shape)}.
+
+    None in place of the headers when the weights are in the folder, which is so where nothing has to be fetched.
+    """
+    name, path = str(model), Path(model).expanduser()
+    online = not (offline or (offline is None and _offline_by_default()))
+    cached = _snapshot(name, revision, cache_dir) if online and _REPO_ID.fullmatch(name) and not path.exists() else None
+    if not online or path.exists() or not _REPO_ID.fullmatch(name) or (cached is not None and not _missing(cached)):
+        return load_model_files(model, revision, token, True if cached is not None else offline, cache_dir), None
+    from huggingface_hub import get_safetensors_metadata
+
+    folder = _fetched(name, revision, token, cache_dir, wanted=["*.json", "*.jinja"])
+    try:
+        files = get_safetensors_metadata(name, revision=revision, token=token).files_metadata.values()
+    except Exception as error:  # as in _fetched
+        raise HubError(_without(token, _explain(error, _at(name, revision)))) from None
+    return folder, {n: (t.dtype, tuple(t.shape)) for file in files for n, t in file.tensors.items()}
+
+
+def _offline_by_default() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
 def _snapshot(name: str, revision: str | None, cache_dir: str | Path | None) -> Path | None:
     """The cache's folder of this revision, complete or not, found without any connection."""
     from huggingface_hub import try_to_load_from_cache
@@ -68,7 +98,9 @@ def _snapshot(name: str, revision: str | None, cache_dir: str | Path | None) -> 
     return Path(found).parent if isinstance(found, str) else None
 
 
-def _fetched(name: str, revision: str | None, token: str | None, cache_dir: str | Path | None) -> Path:
+def _fetched(
+    name: str, revision: str | None, token: str | None, cache_dir: str | Path | None, wanted: list[str] = _WANTED
+) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
@@ -77,14 +109,14 @@ def _fetched(name: str, revision: str | None, token: str | None, cache_dir: str 
             revision=revision,
             token=token,
             cache_dir=cache_dir,
-            allow_patterns=_WANTED,
+            allow_patterns=wanted,
             ignore_patterns=_SUBFOLDERS,
             library_name="boleinfer",
         )
     except Exception as error:  # the classes differ between releases of huggingface_hub and its HTTP library
         text = _explain(error, _at(name, revision))
         partial = _snapshot(name, revision, cache_dir)
-        missing = [] if partial is None else _missing(partial)
+        missing = [] if partial is None or wanted is not _WANTED else _missing(partial)
         text += f" (the cache lacks {', '.join(missing)})" if missing else ""
         raise HubError(_without(token, text)) from None
     return Path(folder)

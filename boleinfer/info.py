@@ -5,85 +5,92 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from boleinfer.config import ModelConfig
+from boleinfer.memory_plan import FLOAT, Memory, MemoryPlan, size
+from boleinfer.options import UsageError
+from boleinfer.plans import Target
 
-FLOAT = 4  # bytes of a number on the CPU backend
 _FILE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes that serving takes beside the weights; the formulas are docs/algorithm.md's, in numbers of `item` bytes.
-
-    state:    recurrent state of one request, all GDN layers: Hv K V each
-    conv:     convolution windows of one request: (W-1) (2 Hk K + Hv V) each
-    kv:       keys and values of one token, attention layers and the MTP layer: 2 Hkv Dh each
-    factors:  what one drafted node adds instead of a state: k, u, g and the convolution inputs
-    """
-
-    state: int
-    conv: int
-    kv: int
-    factors: int
-
-    @classmethod
-    def of(cls, c: ModelConfig, mtp: bool, item: int = FLOAT) -> Memory:
-        keys, values = (
-            c.linear_num_key_heads * c.linear_key_head_dim,
-            c.linear_num_value_heads * c.linear_value_head_dim,
-        )
-        gdn = c.layer_types.count("linear_attention")
-        attention = len(c.layer_types) - gdn + (1 if mtp else 0)
-        channels = 2 * keys + values
-        return cls(
-            state=item * gdn * values * c.linear_key_head_dim,
-            conv=item * gdn * (c.linear_conv_kernel_dim - 1) * channels,
-            kv=item * attention * 2 * c.num_key_value_heads * c.head_dim,
-            factors=item * gdn * (keys + values + c.linear_num_value_heads + channels),
-        )
 
 
 def info(args: argparse.Namespace) -> int:
     """Exit status of the command. Raises ConfigError, WeightsError or HubError for a model that cannot be used."""
-    from boleinfer.hub import load_model_files
+    from boleinfer.hub import load_headers
     from boleinfer.llm import BUNDLED
 
-    if args.model is None:
-        folder = BUNDLED
+    if args.random_weights is not None:
+        if args.model is not None:
+            raise UsageError("a model and --random-weights were both given; give one")
+        facts = describe_published(args.random_weights)
+    elif args.model is None:
+        facts = describe_model(BUNDLED)
     else:
-        folder = load_model_files(args.model, revision=args.revision, token=args.token, offline=args.offline)
-    facts = describe_model(folder)
+        folder, headers = load_headers(args.model, args.revision, args.token, args.offline)
+        facts = describe_model(folder, headers)
     print(json.dumps(facts) if args.json else _table(facts))
     return 0
 
 
-def describe_model(folder: Path) -> dict[str, Any]:
-    """Everything that `info` tells, as plain numbers, strings and lists; sizes in bytes."""
+def describe_model(folder: Path, headers: Mapping[str, tuple[str, tuple[int, ...]]] | None = None) -> dict[str, Any]:
+    """Everything that `info` tells, as plain numbers, strings and lists; sizes in bytes.
+
+    headers: {stored name: (type, shape)} where the weight files are not in the folder
+    """
     from boleinfer import models
-    from boleinfer.checkpoint import Checkpoint
+    from boleinfer.checkpoint import Checkpoint, Stored
     from boleinfer.config import read_config
+    from boleinfer.device_weights import sizes_of
     from boleinfer.tokenizer import Tokenizer
     from boleinfer.weights import match
 
     c = read_config(folder / "config.json")
-    stored = Checkpoint(folder).tensors
+    stored = Checkpoint(folder).tensors if headers is None else {n: Stored(*s) for n, s in headers.items()}
     targets, names = match(c, models.family(c.model_type).plan, stored)
-    sizes = {t.name: math.prod(t.shape) for t in targets}
-    mtp = sum(n for name, n in sizes.items() if name.startswith("mtp."))
-    experts = sum(n for name, n in sizes.items() if ".experts." in name and not name.startswith("mtp."))
-    total = sum(sizes.values())
-    lookup_only = 0 if c.tie_word_embeddings else sizes["embed_tokens"]
+    used = {part.tensor for t in targets for part in t.parts}
     tokenizer = Tokenizer.from_folder(folder)
     added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")).get("added_tokens", [])
     texts = {token["id"]: token["content"] for token in added}
-    memory = Memory.of(c, mtp > 0)
-    used = {part.tensor for t in targets for part in t.parts}
-    return {
+    facts = {
         "folder": str(folder),
+        "end_tokens": {str(i): texts.get(i, "") for i in sorted(tokenizer.eos_ids)},
+        "stored_bytes": sum(_FILE_BYTES[stored[names[n]].dtype] * math.prod(stored[names[n]].shape) for n in used),
+        "stored_types": sorted({stored[names[n]].dtype for n in used}),
+    }
+    return _described(facts, c, targets, sizes_of(targets, names, stored, _bf16()))
+
+
+def describe_published(name: str) -> dict[str, Any]:
+    """As describe_model, for a published size with random weights. Raises ConfigError for a name that is none."""
+    from boleinfer import models, random_weights
+    from boleinfer.published import published
+
+    bare = name.lower().removesuffix("-fp8")
+    c, fp8 = published(bare), name.lower().endswith("-fp8")
+    plan = models.family(c.model_type).plan
+    gpu = random_weights.sizes(c, plan, _bf16(), fp8=fp8)
+    facts = {
+        "folder": f"{name}, random weights",
+        "end_tokens": {},
+        "stored_bytes": 0,
+        "stored_types": [],
+    }
+    return _described(facts, c, plan(c, {}), gpu)
+
+
+def _described(facts: dict[str, Any], c: ModelConfig, targets: Sequence[Target], gpu: Mapping[str, int]) -> dict:
+    """The facts with what the configuration, the plan and the bytes of each array on a GPU say."""
+    counts = {t.name: math.prod(t.shape) for t in targets}
+    mtp = sum(n for name, n in counts.items() if name.startswith("mtp."))
+    experts = sum(n for name, n in counts.items() if ".experts." in name and not name.startswith("mtp."))
+    total = sum(counts.values())
+    lookup_only = 0 if c.tie_word_embeddings else counts["embed_tokens"]
+    active = total - mtp - lookup_only - experts + experts * c.num_experts_per_tok // max(c.num_experts, 1)
+    memory = Memory.of(c, mtp > 0)
+    return facts | {
         "model_type": c.model_type,
         "layers": len(c.layer_types),
         "gdn_layers": c.layer_types.count("linear_attention"),
@@ -95,17 +102,37 @@ def describe_model(folder: Path) -> dict[str, Any]:
         "vocab_size": c.vocab_size,
         "max_position_embeddings": c.max_position_embeddings,
         "tied_head": c.tie_word_embeddings,
-        "end_tokens": {str(i): texts.get(i, "") for i in sorted(tokenizer.eos_ids)},
         "parameters": total,
-        "active_parameters": total
-        - mtp
-        - lookup_only
-        - experts
-        + experts * c.num_experts_per_tok // max(c.num_experts, 1),
+        "active_parameters": active,
         "mtp_parameters": mtp,
-        "stored_bytes": sum(_FILE_BYTES[stored[names[n]].dtype] * math.prod(stored[names[n]].shape) for n in used),
-        "stored_types": sorted({stored[names[n]].dtype for n in used}),
         "weight_bytes": FLOAT * total,
+        **_request_bytes(memory),
+        "gpu": _on_gpu(c, gpu, mtp > 0),
+    }
+
+
+def _on_gpu(c: ModelConfig, weights: Mapping[str, int], mtp: bool) -> dict[str, Any]:
+    """The GPU's numbers, and the plan with the default options."""
+    from boleinfer.backend import Options, drafting
+    from boleinfer.llm import GPU_ROWS, LONGEST_DEFAULT
+    from boleinfer.memory_plan import Needs, plan
+
+    o = Options(min(LONGEST_DEFAULT, c.max_position_embeddings), max_rows=GPU_ROWS)
+    needs = Needs(c, weights, drafting=drafting(o, mtp))
+    p: MemoryPlan = plan(needs, o)
+    return {
+        "weight_bytes": sum(weights.values()),
+        **_request_bytes(needs.memory),
+        "max_model_len": o.context,
+        "max_batch": o.max_batch,
+        "max_rows": o.max_rows,
+        "plan_bytes": {part.name: part.nbytes for part in p.parts},
+        "total_bytes": p.total,
+    }
+
+
+def _request_bytes(memory: Memory) -> dict[str, int]:
+    return {
         "state_bytes": memory.state,
         "conv_bytes": memory.conv,
         "kv_bytes_per_token": memory.kv,
@@ -113,13 +140,18 @@ def describe_model(folder: Path) -> dict[str, Any]:
     }
 
 
+def _bf16() -> Any:
+    from boleinfer import device
+
+    return device.dtype("bf16")
+
+
 def _table(f: dict[str, Any]) -> str:
     Hq, Hkv, Dh = f["attention_heads"]
     Hk, Hv, K, V = f["gdn_heads"]
     E, A, Fe = f["experts"]
     ends = ", ".join(f"{i} {text}".rstrip() for i, text in f["end_tokens"].items())
-    context = f["max_position_embeddings"]
-    snapshot = f["state_bytes"] + f["conv_bytes"]
+    stored = f"{size(f['stored_bytes'])} ({', '.join(f['stored_types'])})" if f["stored_bytes"] else "none"
     rows = [
         ("model", f["folder"]),
         ("family", f["model_type"]),
@@ -128,33 +160,45 @@ def _table(f: dict[str, Any]) -> str:
         ("delta net heads", f"{Hk} key, {Hv} value; {K} x {V} state each"),
         ("attention heads", f"{Hq} query, {Hkv} key/value; {Dh} wide"),
         ("vocabulary", f"{f['vocab_size']}, {'tied' if f['tied_head'] else 'own'} head; end tokens {ends or 'none'}"),
-        ("context", f"{context} tokens"),
+        ("context", f"{f['max_position_embeddings']} tokens"),
         ("parameters", f"{_count(f['parameters'])}, {_count(f['active_parameters'])} used a token"),
         ("draft layer (MTP)", f"{_count(f['mtp_parameters'])} parameters" if f["mtp_parameters"] else "none"),
-        ("weights on disk", f"{_bytes(f['stored_bytes'])} ({', '.join(f['stored_types'])})"),
-        ("", ""),
-        ("memory on the CPU backend (float32)", ""),
-        ("  weights", _bytes(f["weight_bytes"])),
-        ("  a request, recurrent state", _bytes(f["state_bytes"])),
-        ("  a request, convolution windows", _bytes(f["conv_bytes"])),
-        ("  a token, keys and values", _bytes(f["kv_bytes_per_token"])),
-        (f"  a request of {context} tokens in all", _bytes(snapshot + context * f["kv_bytes_per_token"])),
-        ("  a drafted node, factors", f"{_bytes(f['factor_bytes_per_node'])}; a snapshot of the state would be "
-                                      f"{_bytes(snapshot)}, {snapshot / f['factor_bytes_per_node']:.0f} times more"),
-    ]  # fmt: skip
+        ("weights on disk", stored),
+    ]
     width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {text}".rstrip() for name, text in rows)
+    lines = [f"{name:<{width}}  {text}" for name, text in rows]
+    return "\n".join([*lines, "", *_memory_table(f), "", *_plan_table(f["gpu"])])
+
+
+def _memory_table(f: dict[str, Any]) -> list[str]:
+    """What each backend takes, side by side."""
+    context, sides = f["max_position_embeddings"], (f, f["gpu"])
+    whole = [s["state_bytes"] + s["conv_bytes"] + context * s["kv_bytes_per_token"] for s in sides]
+    snapshot = [s["state_bytes"] + s["conv_bytes"] for s in sides]
+    times = [f"{n / s['factor_bytes_per_node']:.0f} times" for n, s in zip(snapshot, sides)]
+    rows = [
+        ("memory", "CPU (float32)", "GPU (bf16)"),
+        ("  weights", *(size(s["weight_bytes"]) for s in sides)),
+        ("  a request, recurrent state", *(size(s["state_bytes"]) for s in sides)),
+        ("  a request, convolution windows", *(size(s["conv_bytes"]) for s in sides)),
+        ("  a token, keys and values", *(size(s["kv_bytes_per_token"]) for s in sides)),
+        (f"  a request of {context} tokens in all", *map(size, whole)),
+        ("  a drafted node, factors", *(size(s["factor_bytes_per_node"]) for s in sides)),
+        ("  a snapshot of the state instead", *map(size, snapshot)),
+        ("    against the factors", *times),
+    ]
+    width = max(len(name) for name, *_ in rows)
+    return [f"{name:<{width}}  {cpu:>13}  {gpu:>10}" for name, cpu, gpu in rows]
+
+
+def _plan_table(g: dict[str, Any]) -> list[str]:
+    head = f"a GPU with {g['max_batch']} requests of {g['max_model_len']} tokens, steps of up to {g['max_rows']} rows"
+    parts = {**g["plan_bytes"], "in all": g["total_bytes"]}
+    return [head, *(f"  {name:<16}  {size(n):>10}" for name, n in parts.items())]
 
 
 def _count(n: int) -> str:
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if n >= size:
-            return f"{n / size:.3g} {unit}"
+    for step, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if n >= step:
+            return f"{n / step:.3g} {unit}"
     return str(n)
-
-
-def _bytes(n: int) -> str:
-    for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if n >= 1 << shift:
-            return f"{n / (1 << shift):.1f} {unit}"
-    return f"{n} B"

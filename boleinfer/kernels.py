@@ -21,7 +21,7 @@ from boleinfer.arguments import check_arguments, check_constants
 from boleinfer.declaration import Constant, KernelError, KernelFile, read
 from boleinfer.nvrtc import ToolchainError
 
-__all__ = ["KernelError", "ToolchainError", "cuda_folder", "kernel_file", "launch"]
+__all__ = ["KernelError", "ToolchainError", "cuda_folder", "kernel_file", "launch", "usable"]
 
 Extent = int | tuple[int, ...]
 _GRID, _BLOCK, _THREADS = (2**31 - 1, 65535, 65535), (1024, 1024, 64), 1024  # limits of every architecture
@@ -106,6 +106,16 @@ def _extent(given: Extent, what: str, limits: tuple[int, int, int], where: str) 
 def open_gpu() -> Gpu:
     """The GPU through CuPy. Raises ToolchainError, with what to do, when CuPy, the driver or a GPU is missing."""
     return Gpu()
+
+
+def usable() -> str:
+    """The current GPU's architecture, once it is sure that kernels can be compiled for it and started.
+
+    Raises ToolchainError as `launch` does."""
+    gpu = open_gpu()
+    arch = gpu.arch(gpu.device())
+    nvrtc.toolchain().check_arch(arch)
+    return arch
 
 
 def _no_gpu(driver: int, built: int, reason: str) -> str:

@@ -24,6 +24,7 @@ from boleinfer.scheduler import Scheduler
 from boleinfer.tokenizer import Tokenizer
 
 BUNDLED = Path(models.__file__).parent / "bole-coder-16m"
+CPU_ROWS, GPU_ROWS = 512, 2048  # max_rows unless asked for
 LONGEST_DEFAULT = 8192  # context unless asked for more: its KV pages are reserved when the model is loaded
 
 Prompt = str | Sequence[int]
@@ -117,9 +118,12 @@ class LLM:
     device:         "auto" (a GPU that works, else the CPU), "cpu" or "cuda"
     dtype:          "auto" (float32 on the CPU, bfloat16 on the GPU), "float32" or "bfloat16", the activations' type
     draft:          "auto", "none", "ngram", "mtp", or a Drafter
-    max_model_len:  tokens of a request at most, prompt included (None: the model's own limit, at most 8,192)
-    max_batch:      requests that run at once; others wait
-    max_rows:       rows of one step; longer prompts are cut into pieces (None: 512, on the GPU 2,048)
+    max_model_len:  tokens of a request at most, prompt included (None: the model's own limit, at most 8,192, and on a
+                    GPU what its memory holds, at least 512)
+    max_batch:      requests that run at once, each with its own state; others wait
+    max_rows:       rows of one step; longer prompts are cut into pieces (None: 512, on the GPU 2,048 where they fit)
+    page_size:      positions of a page of keys and values
+    memory_fraction: the part of the GPU's memory that may be in use, other programs' included, once all is loaded
     draft_nodes:    drafted tokens of a request and step at most; draft_depth: of one path
     ring:           committed factors kept before the state is folded
     random_weights: the name of a published size, such as "qwen3.5-9b": its shapes with seeded random weights and the
@@ -149,6 +153,7 @@ class LLM:
         draft_nodes: int = 8,
         draft_depth: int = 8,
         random_weights: str | None = None,
+        memory_fraction: float = 0.9,
         graphs: bool = True,
         poison: bool = False,
         progress: Callable[[int, int], None] | None = None,
@@ -156,8 +161,10 @@ class LLM:
         _one_of("device", device, ("auto", "cpu", "cuda"))
         _one_of("dtype", dtype, ("auto", "float32", "bfloat16"))
         gpu = backend.choose_device(device)
-        max_rows = max_rows or (2048 if gpu else 512)
+        asked_rows, max_rows = max_rows, max(max_batch, GPU_ROWS if gpu else CPU_ROWS) if max_rows is None else max_rows
         _at_least(1, max_batch=max_batch, max_rows=max_rows, page_size=page_size, ring=ring)
+        if not 0 < memory_fraction <= 1:
+            raise ValueError(f"memory_fraction={memory_fraction}: above 0 and up to 1")
         _at_least(0, draft_nodes=draft_nodes, draft_depth=draft_depth)
         if max_rows < max_batch:
             raise ValueError(f"max_rows={max_rows} is less than max_batch={max_batch}; a running request needs a row")
@@ -171,20 +178,23 @@ class LLM:
             size = random_weights.lower()
             folder, self.config = BUNDLED, published(size.removesuffix("-fp8"))
             source = backend.Source(seed=0, fp8=size.endswith("-fp8"))
-        self.max_model_len = _context(max_model_len, self.config.max_position_embeddings)
+        context = _context(max_model_len, self.config.max_position_embeddings)
         self.tokenizer = Tokenizer.from_folder(folder)
         self.default_params = SamplingParams.from_dict(self.tokenizer.generation_defaults)
         self._valid = self.tokenizer.valid_ids(self.config.vocab_size)
         options = backend.Options(
-            self.max_model_len, max_batch, max_rows, page_size, ring, draft_nodes, draft_depth, poison, graphs
+            context, max_batch, max_rows, page_size, ring, draft_nodes, draft_depth, poison, graphs, memory_fraction
         )
         mtp = {"mtp": True, "none": False, "ngram": False}.get(draft, "auto") if isinstance(draft, str) else "auto"
         if gpu:
             act = device_arrays.dtype("float" if dtype == "float32" else "bf16")
             drafts = draft in ("auto", "mtp")
-            executor = backend.load_cuda(self.config, source, options, mtp, act, self._valid, drafts, progress)
+            needs = backend.needs(self.config, source, options, mtp, act, drafts)
+            options = backend.fit_cuda(needs, options, max_model_len is None, asked_rows is None)
+            executor = backend.load_cuda(self.config, source, options, mtp, act, self._valid, needs, progress)
         else:
             executor = backend.load_host(self.config, source, options, mtp, progress)
+        self.max_model_len, max_rows = options.context, options.max_rows
         self.model: Decoder = executor.model
         self._state = executor.state
         limits = Limits(nodes=draft_nodes, depth=draft_depth, min_prob=0.1)

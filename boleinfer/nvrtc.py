@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from boleinfer import driver
 from boleinfer.declaration import Constant, KernelError, KernelFile
 
 OPTIONS = ("-std=c++17", "-lineinfo", "--ptxas-options=-v")
@@ -70,10 +71,11 @@ class Job:
 def toolchain() -> Toolchain:
     """Finds CuPy, NVRTC and the CUDA headers. Raises ToolchainError with the pip command for what is not there."""
     try:
-        from cupy.cuda import driver, nvrtc
+        from cupy.cuda import driver as cuda_driver
+        from cupy.cuda import nvrtc
     except ImportError as error:
         raise ToolchainError(cupy_missing(error)) from error
-    extra = f"cuda{driver.get_build_version() // 1000}"
+    extra = f"cuda{cuda_driver.get_build_version() // 1000}"
     remedy = f"install it with: pip install 'boleinfer[{extra}]'"
     try:
         version = nvrtc.getVersion()
@@ -97,11 +99,17 @@ def toolchain() -> Toolchain:
 
 
 def cupy_missing(error: ImportError) -> str:
-    """What to tell someone whose CuPy cannot be imported."""
-    return (
-        f"the GPU needs CuPy, which cannot be imported ({error}); install it with: pip install 'boleinfer[cuda13]' "
-        "(driver 580 or newer; for older ones 'boleinfer[cuda12]')"
-    )
+    """What to tell someone whose CuPy cannot be imported: the command for the driver that is here."""
+    found = driver.ask()
+    if found is not None and not found.extra:
+        remedy = f"update the NVIDIA driver ({found.version}) to 580 or newer, then pip install 'boleinfer[cuda13]'"
+    elif found is not None:
+        remedy = f"install it with: {driver.install_command()}"
+    else:
+        remedy = (
+            "install it with: pip install 'boleinfer[cuda13]' (driver 580 or newer; for older ones 'boleinfer[cuda12]')"
+        )
+    return f"the GPU needs CuPy, which cannot be imported ({error}); {remedy}"
 
 
 def _find_headers() -> Path | None:

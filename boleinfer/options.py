@@ -26,6 +26,16 @@ def count(text: str) -> int:
     raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
 
 
+def _fraction(text: str) -> float:
+    """A number above 0 and up to 1."""
+    try:
+        if 0 < (number := float(text)) <= 1:
+            return number
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"expected a number above 0 and up to 1, got {text!r}")
+
+
 def _logit_bias(text: str) -> tuple[int, float]:
     token, equals, bias = text.partition("=")
     try:
@@ -78,11 +88,27 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
                        help="default: auto, a GPU that works, else the CPU")  # fmt: skip
     group.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto",
                        help="of activations (default: auto, bfloat16 on a GPU, float32 on the CPU)")  # fmt: skip
-    group.add_argument("--random-weights", metavar="SIZE",
-                       help="shapes of a published model, such as qwen3.5-9b or qwen3.5-27b-fp8, made up weights")
+    group.add_argument(
+        "--random-weights",
+        metavar="SIZE",
+        help="shapes of a published model, such as qwen3.5-9b or qwen3.5-27b-fp8, made up weights",
+    )
     group.add_argument("--no-graphs", dest="graphs", action="store_false", help="launch kernels one by one (debugging)")
-    group.add_argument("-c", "--ctx-size", "--max-model-len", dest="max_model_len", type=count, metavar="N",
-                       help="longest prompt plus answer, in tokens (default: the model's own limit)")  # fmt: skip
+    group.add_argument(
+        "-c",
+        "--ctx-size",
+        "--max-model-len",
+        dest="max_model_len",
+        type=count,
+        metavar="N",
+        help="longest prompt plus answer, in tokens (default: the model's own limit, at most 8192)",
+    )
+    group.add_argument("--max-batch", type=count, metavar="N", help="requests at once, each with a state (default: 8)")
+    group.add_argument("--max-rows", type=count, metavar="N",
+                       help="tokens of one step (default: 512, on a GPU 2048 where they fit)")  # fmt: skip
+    group.add_argument("--page-size", type=count, metavar="N", help="tokens of a page of keys, values (default: 16)")
+    group.add_argument("--memory-fraction", type=_fraction, metavar="X",
+                       help="of the GPU's memory, what may be in use (default: 0.9)")  # fmt: skip
     group.add_argument("--draft", choices=["auto", "none", "ngram", "mtp"], default="auto",
                        help="who proposes the tokens to verify; never changes the text (default: auto)")  # fmt: skip
     group.add_argument("--draft-nodes", type=count, metavar="N", help="at most N proposed tokens a step")
@@ -110,7 +136,8 @@ def load_model(args: argparse.Namespace) -> LLM:
     """The LLM that the flags ask for. Raises ConfigError, WeightsError or HubError for a model that cannot be used."""
     from boleinfer.llm import LLM
 
-    asked = {"draft_nodes": args.draft_nodes} if args.draft_nodes is not None else {}
+    names = ("draft_nodes", "max_batch", "max_rows", "page_size", "memory_fraction")
+    asked = {name: value for name in names if (value := getattr(args, name)) is not None}
     return LLM(
         args.model,
         device=args.device,

@@ -55,6 +55,26 @@ def make(
     return arrays
 
 
+def sizes(
+    config: ModelConfig,
+    plan: Callable[[ModelConfig, Shapes], list[Target]],
+    act: np.dtype,
+    mtp: bool = True,
+    fp8: bool = False,
+) -> dict[str, int]:
+    """Bytes on the GPU of each array that `make` would give, scales included."""
+    found = {}
+    for target in plan(config, {}):
+        if mtp or not target.name.startswith("mtp."):
+            n = math.prod(target.shape)
+            if fp8 and _is_quantised(target.name) and len(target.shape) > 1:
+                *lead, rows, width = target.shape
+                found[target.name] = n + 4 * math.prod(lead) * -(-rows // BLOCK) * -(-width // BLOCK)
+            else:
+                found[target.name] = n * kind(target.name, target.shape, act).itemsize
+    return found
+
+
 def _vector(target: Target, rng: np.random.Generator) -> np.ndarray:
     (n,), name = target.shape, target.name
     if name.endswith("A_log"):
