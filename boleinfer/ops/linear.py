@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from boleinfer import device, kernels
+from boleinfer.device import Array
 from boleinfer.ops import Case, Fp8, sigmoid, silu
 
 __all__ = ["CASES", "linear", "sigmoid", "silu", "swiglu"]
@@ -16,7 +17,7 @@ VECTOR_ROWS = 6  # of a matrix in one piece: up to here one matrix-vector produc
 SMALL = 1_000_000  # multiply-adds up to which OpenBLAS multiplies without packing its operands first
 
 
-def linear(x: Any, w: Any, dtype: Any = None) -> Any:
+def linear(x: Array, w: Array | Fp8, dtype: Any = None) -> Array:
     """x w^T.
 
     x: [R, Din]; w: [Dout, Din], quickest column-major, or its panels [Dout/n, n, Din] (memory.panels)
@@ -35,6 +36,7 @@ def linear(x: Any, w: Any, dtype: Any = None) -> Any:
     if device.on_gpu(x):
         return _linear_gpu(x, w, x.dtype if dtype is None else dtype)
     R, dtype = x.shape[0], np.result_type(x, w)
+    assert not isinstance(w, Fp8)
     if w.ndim == 3:
         return _by_panels(x, w, dtype)
     if R > VECTOR_ROWS:
@@ -58,7 +60,7 @@ def _by_panels(x: np.ndarray, w: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return out[:R]
 
 
-def swiglu(gate_up: Any) -> Any:
+def swiglu(gate_up: Array) -> Array:
     """silu(gate) * up with gate and up side by side: [R, 2F] -> [R, F]. Source: Shazeer 2020, "GLU variants"."""
     R, F = gate_up.shape[0], gate_up.shape[-1] // 2
     if device.on_gpu(gate_up):
@@ -74,12 +76,12 @@ def swiglu(gate_up: Any) -> Any:
 
 # ---- on the GPU ------------------------------------------------------------------------------------------------------
 
-FEW_ROWS, SOME_ROWS = 8, 128  # up to which linear_few and linear_rows are used
-MOST_TICKETS = 1024
-FILLED = 132  # blocks from which on the rows' kernel is not cut further; a constant, since sums depend on it
+FEW_ROWS, SOME_ROWS = 8, 128  # up to which linear_few and linear_rows are used; at most 8 and 512
+FILLED = 132  # blocks of linear_rows that are enough without cutting k; a constant, since a row's bits depend on it
+MOST_TICKETS = 4096  # more than those blocks, for each group of 32 rows
 
 
-def _linear_gpu(x: Any, w: Any, dtype: Any) -> Any:
+def _linear_gpu(x: Array, w: Array | Fp8, dtype: Any) -> Array:
     """The kernel by types, alignment and number of rows; nothing else decides."""
     bits, scale = (w.bits, w.scale) if isinstance(w, Fp8) else (w, None)
     (R, Din), Dout = x.shape, bits.shape[0]
@@ -142,21 +144,23 @@ def _many_rows(args: dict[str, Any], types: dict[str, str]) -> None:
     kernels.launch("linear_tiles.cu", "linear_tiles", blocks, 256, args, shared=shared, constants=constants)
 
 
-def _tickets(like: Any) -> Any:
+def _tickets(like: Array) -> Array:
     """Zeros [MOST_TICKETS] that linear_rows leaves as zeros; one stream at a time of a device may use them."""
     return _tickets_of(type(like).__name__, getattr(getattr(like, "device", None), "id", 0))
 
 
 @functools.cache
-def _tickets_of(kind: str, device_id: int) -> Any:
+def _tickets_of(kind: str, device_id: int) -> Array:
     return device.upload(np.zeros(MOST_TICKETS, np.int32))
 
 
-def _blas(x: Any, w: Any, out: Any, Ldx: int) -> bool:
+def _blas(x: Array, w: Array, out: Array, Ldx: int) -> bool:
     """out = x w^T through cuBLAS, where it is installed and no graph is being captured; says whether it was done."""
     cupy, cublas = _cublas()
     if cublas is None or not isinstance(x, cupy.ndarray):
         return False
+    if w.shape[1:] != x.shape[1:] or not w.flags.c_contiguous or x.strides[1] != x.itemsize:
+        return False  # the kernel refuses it and says why
     stream = cupy.cuda.get_current_stream()
     if cupy.cuda.runtime.streamIsCapturing(stream.ptr):
         return False

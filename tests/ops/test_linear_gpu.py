@@ -156,3 +156,29 @@ def test_real_sizes(gpu, R, kind):
         pytest.skip("for a real GPU")
     x, w, plain = made(R, 4096, 4096, kind)
     assert relative_error(got(x, w), x.astype(np.float64) @ plain.T) < TENSOR_CORES
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("R", [1, 40, 200])
+def test_in_a_captured_graph(gpu, R, kind):
+    if gpu != "cuda":
+        pytest.skip("for a real GPU")
+    import cupy
+
+    x, w, plain = made(R, 1040, 145, kind)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        given = device.upload(x)
+        eager = device.download(linear(given, w, np.float32))
+        out = linear(given, w, np.float32)
+        del out  # its memory is what the capture takes
+        stream.begin_capture()
+        out = linear(given, w, np.float32)
+        graph = stream.end_capture()
+        for _ in range(3):
+            graph.launch(stream)
+        stream.synchronize()
+        captured = device.download(out)
+    if R <= ops_linear.SOME_ROWS:
+        np.testing.assert_array_equal(captured, eager)
+    assert relative_error(captured, x.astype(np.float64) @ plain.T) < TENSOR_CORES
