@@ -132,7 +132,7 @@ class _Check:
         declared = str(self.constants.get(parameter.type, parameter.type))
         dtype, found = TYPES[declared], array.dtype.name
         if found != dtype:
-            bits = (declared, found) in (("bf16", "uint16"), ("fp8", "uint8"))
+            bits = (declared, found) == ("bf16", "uint16")
             remedy = f"pass {dtype}" + (f": array.view(ml_dtypes.{dtype}) if these are its bits" if bits else "")
             raise self.fail(parameter, _describe(array), remedy)
         if array.ndim != len(parameter.shape):

@@ -33,7 +33,7 @@ Constant = int | bool | str  # the value of a compile-time constant: a number, a
 TYPES = {
     "bf16": "bfloat16",
     "half": "float16",
-    "fp8": "float8_e4m3fn",
+    "fp8": "uint8",
     "float": "float32",
     "double": "float64",
     "bool": "bool",
@@ -47,7 +47,7 @@ TYPES = {
     "long long": "int64",
     "unsigned long long": "uint64",
 }
-"""C type -> dtype of the array; bfloat16 and float8_e4m3fn are those of ml_dtypes, as CuPy 14 takes them."""
+"""C type -> dtype of the array; bfloat16 is that of ml_dtypes. CuPy has no 8-bit floats: uint8 holds their bits."""
 SCALARS = {c for c in TYPES if c.split()[-1] in ("bool", "int", "unsigned", "long", "float", "double")}
 
 _KERNEL = re.compile(r'^[ \t]*extern "C" __global__ void\b[^;{\n]*?\b(?P<name>[A-Za-z_]\w*)\([ \t]*$', re.M)

@@ -21,7 +21,7 @@ _C_TYPES = {dtype: c for c, dtype in reversed(TYPES.items())}
 class Fp8(NamedTuple):
     """A matrix of FP8 (E4M3) numbers on the GPU, scaled in blocks of 128 x 128.
 
-    bits: float8_e4m3fn [..., Dout, Din]; scale: float32 [..., ceil(Dout/128), ceil(Din/128)], which multiplies
+    bits: uint8 [..., Dout, Din]; scale: float32 [..., ceil(Dout/128), ceil(Din/128)], which multiplies
     """
 
     bits: Array
@@ -30,11 +30,19 @@ class Fp8(NamedTuple):
 
 @functools.cache
 def dtype(c_name: str) -> np.dtype:
-    """The dtype of a C type name: "bf16" is ml_dtypes.bfloat16, "float" float32. KeyError for a name kernels lack."""
+    """The host's dtype of a C type name: "bf16" is ml_dtypes.bfloat16, "float" float32, "fp8" ml_dtypes.float8_e4m3fn.
+
+    KeyError for a name that kernels lack."""
     import ml_dtypes
 
-    name = TYPES[c_name]
+    name = "float8_e4m3fn" if c_name == "fp8" else TYPES[c_name]
     return np.dtype(getattr(ml_dtypes, name) if hasattr(ml_dtypes, name) else name)
+
+
+def stored(dtype: np.typing.DTypeLike) -> np.dtype:
+    """The dtype of a GPU array that holds such numbers: CuPy has no 8-bit floats, so uint8 holds their bits."""
+    given = np.dtype(dtype)
+    return np.dtype(np.uint8) if given.name.startswith("float8") else given
 
 
 def on_gpu(x: Array) -> bool:
@@ -44,7 +52,7 @@ def on_gpu(x: Array) -> bool:
 
 def empty(shape: int | tuple[int, ...], dtype: np.typing.DTypeLike) -> Array:
     """A GPU array of undefined contents, from CuPy's current allocator. Raises MemoryError where there is no room."""
-    return cupy().empty(shape, dtype)
+    return cupy().empty(shape, stored(dtype))
 
 
 def buffer(shape: tuple[int, ...], dtype: np.typing.DTypeLike, poison: bool = False) -> Array:
@@ -75,7 +83,7 @@ def write(out: Array, values: Array) -> None:
 
 def upload(array: np.ndarray) -> Array:
     """A copy on the current GPU."""
-    return cupy().asarray(array)
+    return cupy().asarray(array.view(stored(array.dtype)))
 
 
 def download(array: Array) -> np.ndarray:

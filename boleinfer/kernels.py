@@ -3,8 +3,8 @@
     launch("rms_norm.cu", "rms_norm", grid=R, block=256, args={"x": x, "w": w, "out": out, "D": D, "eps": eps},
            constants={"Act": "bf16"})
 
-How a kernel declares its parameters is in declaration.py. bf16 arrays are CuPy arrays of ml_dtypes.bfloat16, fp8 arrays
-of ml_dtypes.float8_e4m3fn; integers that hold the bits are refused. A first launch may compile (about 0.1 s) and load a
+How a kernel declares its parameters is in declaration.py. bf16 arrays are CuPy arrays of ml_dtypes.bfloat16 (integers
+that hold the bits are refused), fp8 arrays are uint8. A first launch may compile (about 0.1 s) and load a
 module, which a graph capture does not allow: launch everything once before capturing.
 """
 

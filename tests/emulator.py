@@ -95,7 +95,7 @@ class EmulatedArray(np.ndarray):
 
 def empty(shape: int | tuple[int, ...], dtype: Any) -> EmulatedArray:
     """An array full of 0xff bytes, at a multiple of 512."""
-    kind = np.dtype(dtype)
+    kind = device.stored(dtype)
     shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
     nbytes = kind.itemsize * int(np.prod(shape, dtype=np.int64))
     raw = np.full(nbytes + 2 * _GUARD + 512, _POISON, np.uint8)
@@ -108,8 +108,9 @@ def empty(shape: int | tuple[int, ...], dtype: Any) -> EmulatedArray:
 
 def upload(array: np.ndarray) -> EmulatedArray:
     """A copy on the emulated GPU."""
-    out = empty(np.shape(array), np.asarray(array).dtype)
-    out.view(np.ndarray)[...] = array
+    host = np.asarray(array)
+    out = empty(host.shape, host.dtype)
+    out.view(np.ndarray)[...] = host.view(out.dtype)
     return out
 
 
