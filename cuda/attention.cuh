@@ -132,7 +132,7 @@ __device__ __forceinline__ Tile find_tile(const Trees& f, int index, int Rows, i
 // the request; its ancestors. `seen` and `last` say what any query of the tile sees of the tree.
 template <int Rows>
 struct Queries {
-  long long place[Rows];
+  int place[Rows];
   int node[Rows];
   unsigned ancestors[Rows][TREE_WORDS];
   unsigned seen[TREE_WORDS];
@@ -147,7 +147,7 @@ struct Queries {
     if (j >= Rows) return;
     const bool used = i < tile.queries && f.request[row] == b;
     const int head = int(blockIdx.y) * Ratio + i % Ratio;
-    place[j] = used ? (tile.part + (long long)(i / Ratio) * tile.step) * Hq + head : -1;
+    place[j] = used ? (tile.part + i / Ratio * tile.step) * Hq + head : -1;
     node[j] = used ? row - f.start[b] : -1;
     if (used) atomicMax(&last, node[j]);
     for (int w = 0; w < TREE_WORDS; w++) {

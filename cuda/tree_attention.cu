@@ -9,6 +9,7 @@
 // softmax take the place of their k. Read twice: the KV of a split, once for each tile of its request, from L2.
 //
 // sizes: Dh=32,64,128,256 Rows=16,64 Act=bf16
+// spills: two registers outside the products at Dh=256 on sm_90, so that two blocks of 256 threads fit beside each other
 #include "attention.cuh"
 #include "mma.cuh"
 
@@ -17,13 +18,15 @@ constexpr int QUARTERS = 4;
 constexpr int MT = Rows == 16 ? 1 : 2;  // 16-row products of a warp
 constexpr int WARPS = QUARTERS * Rows / (16 * MT), THREADS = WARPS * WARP;
 constexpr int NK = KEYS / QUARTERS / 8, NV = Dh / QUARTERS / 8;  // 8-column products of a warp
+constexpr int BLOCKS = __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000 ? 2 : 1;  // their shared memory holds as many
 constexpr int K_SIZE = KEYS * (Dh > Rows ? Dh : Rows), STAGE = K_SIZE + KEYS * Dh;
 
-// Element (row, col) of a shared matrix of Width bf16, its 16-byte words permuted so that eight rows use all banks.
+// Element (row, col + step) of a shared matrix of Width bf16, its 16-byte words permuted so that eight rows use all banks.
+// step is a constant, a multiple of 8, and shares no bit with col: one address then serves all steps.
 template <int Width>
-__device__ __forceinline__ int at(int row, int col) {
+__device__ __forceinline__ int at(int row, int col, int step = 0) {
   const int mix = Width >= 64 ? row % 8 : row / 2 % 4;
-  return row * Width + ((col / 8) ^ mix) * 8 + col % 8;
+  return row * Width + ((col ^ mix * 8) ^ step);
 }
 
 // Where the KV rows of slots key .. key + KEYS - 1 lie; a lane knows one of its warp's KEYS / WARPS slots.
@@ -34,22 +37,22 @@ struct Pages {
   const int* table;
   int P, Hkv;
 
-  // Offset of the lane's slot, -1 where no query sees it.
-  __device__ long long where(const Queries<Rows>& query, int key, int stop) const {
+  // The lane's slot among all slots of the pool, -1 where no query sees it.
+  __device__ int where(const Queries<Rows>& query, int key, int stop) const {
     const int lane = threadIdx.x % WARP, slot = key + threadIdx.x / WARP * OWN + lane;
     if (lane >= OWN || slot >= stop || !query.any_sees(slot)) return -1;
-    return (((long long)table[slot / P] * P + slot % P) * Hkv + blockIdx.y) * Dh;
+    return table[slot / P] * P + slot % P;
   }
 
-  __device__ void copy(bf16* stage, long long own) const {
+  __device__ void copy(bf16* stage, int own) const {
     const int lane = threadIdx.x % WARP, first = threadIdx.x / WARP * OWN, col = lane % WORDS * 8;
 #pragma unroll
     for (int i = 0; i < OWN; i += AT_ONCE) {
       const int row = i + lane / WORDS;
-      const long long from = __shfl_sync(ALL_LANES, own, row);
-      const int to = at<Dh>(first + row, col);
-      cp_async16(stage + to, k + (from < 0 ? 0 : from + col), from >= 0);
-      cp_async16(stage + K_SIZE + to, v + (from < 0 ? 0 : from + col), from >= 0);
+      const int slot = __shfl_sync(ALL_LANES, own, row), to = at<Dh>(first + row, col);
+      const long long from = slot < 0 ? 0 : ((long long)slot * Hkv + blockIdx.y) * Dh + col;
+      cp_async16(stage + to, k + from, slot >= 0);
+      cp_async16(stage + K_SIZE + to, v + from, slot >= 0);
     }
   }
 };
@@ -59,7 +62,7 @@ template <int Width>
 __device__ __forceinline__ void load_a(unsigned (&a)[2][4], const bf16* matrix, int row, int col) {
   const int lane = threadIdx.x % WARP;
 #pragma unroll
-  for (int i = 0; i < 2; i++) ldmatrix_x4(a[i], matrix + at<Width>(row + lane % 16, col + 16 * i + lane / 16 * 8));
+  for (int i = 0; i < 2; i++) ldmatrix_x4(a[i], matrix + at<Width>(row + lane % 16, lane / 16 * 8, col + 16 * i));
 }
 
 __device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[2][4], const unsigned (&b)[4]) {
@@ -94,7 +97,7 @@ struct Softmax {
       for (int mt = 0; mt < MT; mt++) load_a<Dh>(a[mt], q, group + 16 * mt, col);
 #pragma unroll
       for (int n = 0; n < NK; n++) {
-        ldmatrix_x4(b, k + at<Dh>((quarter * NK + n) * 8 + lane % 8, col + lane / 8 * 8));
+        ldmatrix_x4(b, k + at<Dh>((quarter * NK + n) * 8 + lane % 8, lane / 8 * 8, col));
 #pragma unroll
         for (int mt = 0; mt < MT; mt++) multiply(s[mt][n], a[mt], b);
       }
@@ -130,7 +133,7 @@ struct Softmax {
         for (int n = 0; n < NK; n++) {
           const unsigned pair = pack_bf16(exp2f(s[mt][n][2 * h] - base), exp2f(s[mt][n][2 * h + 1] - base));
           sum += __uint_as_float(pair << 16) + __uint_as_float(pair & 0xffff0000u);
-          memcpy(p + at<KEYS>(row, (quarter * NK + n) * 8 + 2 * t), &pair, 4);
+          memcpy(p + at<KEYS>(row, quarter * (NK * 8) + 2 * t, n * 8), &pair, 4);
         }
         l[mt][h] = fmaf(l[mt][h], scale, sum);
 #pragma unroll
@@ -149,7 +152,7 @@ struct Softmax {
       for (int mt = 0; mt < MT; mt++) load_a<KEYS>(a[mt], p, group + 16 * mt, key);
 #pragma unroll
       for (int n = 0; n < NV; n++) {
-        ldmatrix_x4_trans(b, v + at<Dh>(key + lane, (quarter * NV + n) * 8));
+        ldmatrix_x4_trans(b, v + at<Dh>(key + lane, quarter * (NV * 8), n * 8));
 #pragma unroll
         for (int mt = 0; mt < MT; mt++) multiply(o[mt][n], a[mt], b);
       }
@@ -157,9 +160,9 @@ struct Softmax {
   }
 };
 
-// Writes the part of a split that has ended, or joins it to the one that lies there (whose m and l are `kept`).
-__device__ void end_split(const Softmax& x, float2 (&kept)[MT][2], bool join, long long skip, const Queries<Rows>& query,
-                          float (*sums)[Rows], int group, int quarter, float* part_o, float* part_ml) {
+// Writes the part of a split that has ended, or joins it to the one that lies there.
+__device__ void end_split(const Softmax& x, bool join, int skip, const Queries<Rows>& query,
+                          float (*sums)[Rows], int group, int quarter, float* part_o, float2* part_ml) {
   const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int mt = 0; mt < MT; mt++)
@@ -171,31 +174,40 @@ __device__ void end_split(const Softmax& x, float2 (&kept)[MT][2], bool join, lo
       if (t == 0) sums[quarter][group + 16 * mt + 8 * h + g] = sum;
     }
   __syncthreads();
+  float2 ml[MT][2];
 #pragma unroll
   for (int mt = 0; mt < MT; mt++)
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const int row = group + 16 * mt + 8 * h + g;
-      const float l = (sums[0][row] + sums[1][row]) + (sums[2][row] + sums[3][row]);
-      float2& ml = kept[mt][h];
-      float2 factor = {0.0f, 1.0f};
-      if (join) factor = join_factors(ml.x, x.m[mt][h]);
-      ml = join ? float2{ml.x, joined(ml.y, l, factor)} : float2{x.m[mt][h], l};
+      const int row = group + 16 * mt + 8 * h + g, place = query.place[row] + skip;
       if (query.place[row] < 0) continue;
-      const long long place = query.place[row] + skip;
-      if (quarter == 0 && t == 0) *reinterpret_cast<float2*>(part_ml + 2 * place) = ml;
-      float* out = part_o + place * Dh + quarter * (NV * 8) + 2 * t;
+      float2 factor = {0.0f, 1.0f};
+      ml[mt][h] = float2{x.m[mt][h], (sums[0][row] + sums[1][row]) + (sums[2][row] + sums[3][row])};
+      if (join) {
+        float2 kept = part_ml[place];
+        factor = join_factors(kept.x, ml[mt][h].x);
+        ml[mt][h] = float2{kept.x, joined(kept.y, ml[mt][h].y, factor)};
+      }
+      float2* out = reinterpret_cast<float2*>(part_o + (long long)place * Dh + quarter * (NV * 8) + 2 * t);
 #pragma unroll
       for (int n = 0; n < NV; n++) {
         float2 o = {x.o[mt][n][2 * h], x.o[mt][n][2 * h + 1]};
-        float2* to = reinterpret_cast<float2*>(out + 8 * n);
-        if (join) o = float2{joined(to->x, o.x, factor), joined(to->y, o.y, factor)};
-        *to = o;
+        if (join) o = float2{joined(out[4 * n].x, o.x, factor), joined(out[4 * n].y, o.y, factor)};
+        out[4 * n] = o;
       }
+    }
+  __syncthreads();  // all have read m and l of the part before
+  if (quarter || t) return;
+#pragma unroll
+  for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int place = query.place[group + 16 * mt + 8 * h + g];
+      if (place >= 0) part_ml[place + skip] = ml[mt][h];
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tree_attention(
     const Act* __restrict__ q,               // [Rq, Hq, Dh] aligned 16
     const Act* __restrict__ k_pages,         // [Pages, P, Hkv, Dh] aligned 16
     const Act* __restrict__ v_pages,         // [Pages, P, Hkv, Dh] aligned 16
@@ -248,12 +260,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(
   const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
   const Pages pages = {k_pages, v_pages, page_table + (long long)tile.request * M, P, Hkv};
   Softmax x;
-  float2 kept[MT][2];
   x.clear();
   for (int split = splits - 1 - blockIdx.z; split >= 0; split -= gridDim.z) {
     int begin = split_begin(split), edge = split_begin(split + 1), stop = tile.end;
     if (side_by_side) stop = min(stop, edge);
-    long long ahead = pages.where(query, begin, stop);
+    int ahead = pages.where(query, begin, stop);
     __syncthreads();  // all are done with the stages
     pages.copy(stages, ahead);
     cp_async_commit();
@@ -284,8 +295,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(
       x.add_values(k, k + K_SIZE, group, quarter);
 
       if (key + KEYS < min(stop, edge)) continue;
-      const long long skip = side_by_side ? (long long)split * Hq : 0;
-      end_split(x, kept, !side_by_side && edge > split_begin(1), skip, query, exchange, group, quarter, part_o, part_ml);
+      const int skip = side_by_side ? split * Hq : 0;
+      end_split(x, !side_by_side && edge > split_begin(1), skip, query, exchange, group, quarter, part_o,
+                reinterpret_cast<float2*>(part_ml));
       x.clear();
       edge = split_begin(split_of(edge) + 1);
     }

@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tree_attention(
 
       // the split's end: its part is written, or joined to the one that lies there
       const bool join = !side_by_side && edge > split_begin(1);
-      const long long skip = side_by_side ? (long long)split * Hq : 0;
+      const int skip = side_by_side ? split * Hq : 0;
       for (int d = 1; d < EIGHT; d *= 2) l += __shfl_xor_sync(ALL_LANES, l, d);
       float2 factor = {0.0f, 1.0f};
       if (join) factor = join_factors(kept.x, m);
@@ -151,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tree_attention(
 #pragma unroll
         for (int c = 0; c < NC; c++) {
           if (query.place[j] >= 0) {
-            float* to = part_o + (query.place[j] + skip) * Dh + col + COLS * c;
+            float* to = part_o + (long long)(query.place[j] + skip) * Dh + col + COLS * c;
             *to = join ? joined(*to, o[r][c], factors[j]) : o[r][c];
           }
           o[r][c] = 0.0f;
