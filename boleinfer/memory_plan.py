@@ -122,7 +122,7 @@ def plan(needs: Needs, o: Options) -> MemoryPlan:
     state = memory.state + memory.conv + C * memory.ring + slot_tables(needs, o)
     page = o.page_size * memory.kv
     kv = slots * o.pages * page
-    work = workspace(needs, o)
+    work = allocated(workspace(needs, o))
     return MemoryPlan(
         (
             Part("weights", sum(map(allocated, needs.weights.values())), f"{len(needs.weights)} arrays"),
@@ -142,7 +142,7 @@ def allocated(nbytes: int) -> int:
 
 def slot_tables(needs: Needs, o: Options) -> int:
     """Bytes that sampling and drafts keep of one request: bias float64 and counts int32 over the vocabulary, etc."""
-    return 12 * needs.config.vocab_size + 336 + INT * (o.pages + 3 * max(1, o.draft_nodes) + 4)
+    return 12 * needs.config.vocab_size + 340 + INT * (o.pages + 3 * max(1, o.draft_nodes) + 4)
 
 
 # ---- workspace -------------------------------------------------------------------------------------------------------
@@ -158,7 +158,8 @@ def envelopes(max_rows: int) -> list[int]:
 
 def workspace(needs: Needs, o: Options) -> int:
     """Bytes of all steps: their bookkeeping, and the pool of everything that passes through them."""
-    return pool_bytes(needs, o) + allocated(sum(_bookkeeping(needs, o, R) for R in envelopes(o.max_rows)))
+    bookkeeping = sum(_bookkeeping(needs, o, R) for R in envelopes(o.max_rows)) + needs.config.vocab_size
+    return pool_bytes(needs, o) + bookkeeping
 
 
 def pool_bytes(needs: Needs, o: Options) -> int:
@@ -166,7 +167,7 @@ def pool_bytes(needs: Needs, o: Options) -> int:
     sampled = o.max_batch * (1 + max(1, o.draft_nodes))
     kept = sum(FLOAT * min(R, sampled) * needs.config.vocab_size for R in envelopes(o.max_rows))
     passing = pass_bytes(needs, o.max_rows, min(o.max_rows, sampled), o.max_batch, o.pages * o.page_size)
-    return allocated(kept + passing + passing // 16)
+    return kept + passing + passing // 16
 
 
 def pass_bytes(needs: Needs, R: int, sampled: int, B: int, context: int) -> int:
@@ -199,12 +200,15 @@ def pass_bytes(needs: Needs, R: int, sampled: int, B: int, context: int) -> int:
     splits = splits_of(context)
     one_split = FLOAT * splits * Hq * (Dh + 2)
     side = min(min(R, _SIDE_ROWS) * one_split, max(SCRATCH * (Dh + 2) // Dh, one_split))
-    ranges = FLOAT * min(R, SOME_ROWS) * 2 * 128 * FILLED
+    widest = max(2 * (keys + values), 2 * (Hq + Hkv) * Dh, 2 * c.intermediate_size, c.vocab_size, D)
+    sums = min(R, SOME_ROWS) * min(4 * widest, 2 * 128 * FILLED) if act == 2 else 0  # of linear's ranges
     logits = 0
     if needs.drafting is not None:
         logits = 2 * FLOAT * B * max(1, needs.drafting.width) * c.vocab_size
     logits = max(logits, FLOAT * sampled * c.vocab_size)  # those of the step before are still there
-    return R * (pending + stream + joined) + max(R * gdn, R * attention + side, R * ffn + routed) + ranges + logits
+    return (
+        R * (pending + stream + joined) + max(R * gdn, R * attention + side, R * ffn + routed) + FLOAT * sums + logits
+    )
 
 
 def _bookkeeping(needs: Needs, o: Options, R: int) -> int:
@@ -261,14 +265,13 @@ def _does_not_fit(needs: Needs, o: Options, free: int, total: int, usable: int, 
 
 def _remedy(p: MemoryPlan, o: Options, free: int, total: int, usable: int, fits: Callable[[Options], bool]) -> str:
     """The largest settings that work, each alone where one does, or that none does."""
-    ways: list[str] = []
     small = replace(o, max_rows=max(o.max_batch, min(o.max_rows, FEWEST_ROWS)))
-    for base in (o, small):
-        if not ways:
-            beside = "" if base is o else f" with max_rows={base.max_rows}"
-            ways += [f"{name}={value}{beside}" for name, value in _largest_of(base, fits).items() if value]
+    ways = [f"{name}={value}" for name, value in _largest_of(o, fits).items() if value]
     if fits(small):
         ways.append(f"max_rows={_largest(small.max_rows, o.max_rows, lambda n: fits(replace(o, max_rows=n)))}")
+    elif not ways:
+        found = _largest_of(small, fits).items()
+        ways += [f"{name}={value} with max_rows={small.max_rows}" for name, value in found if value]
     least = replace(o, max_batch=1, max_rows=min(o.max_rows, FEWEST_ROWS))
     if not ways and (context := _largest(1, o.context, lambda n: fits(replace(least, context=n)))):
         ways.append(f"max_batch=1, max_model_len={context} and max_rows={least.max_rows} together")
