@@ -13,18 +13,18 @@ constexpr int TREE_WORDS = 4;               // of an ancestor mask
 constexpr int TREE_ROWS = 32 * TREE_WORDS;  // rows of a request whose splits may be worked on side by side
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// ---- splits: 256 slots each up to 8192, then 16 for every doubling --------------------------------------------------
+// ---- splits: 128 slots each up to 4096, then 16 for every doubling --------------------------------------------------
 
 __device__ __forceinline__ int split_of(int slot) {
-  if (slot < 8192) return slot / 256;
-  const int octave = 31 - __clz(slot / 8192);
-  return 32 + 16 * octave + ((slot - (8192 << octave)) >> (9 + octave));
+  if (slot < 4096) return slot / 128;
+  const int octave = 31 - __clz(slot / 4096);
+  return 32 + 16 * octave + ((slot - (4096 << octave)) >> (8 + octave));
 }
 
 __device__ __forceinline__ int split_begin(int split) {
-  if (split < 32) return split * 256;
+  if (split < 32) return split * 128;
   const int octave = (split - 32) / 16;
-  return (8192 << octave) + ((split - 32) % 16 << (9 + octave));
+  return (4096 << octave) + ((split - 32) % 16 << (8 + octave));
 }
 
 // ---- parts -----------------------------------------------------------------------------------------------------------

@@ -6,8 +6,7 @@ nodes of the tree slots T .. T+N-1 in row order. Slots never written may hold an
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,49 +25,6 @@ _BLOCKS = 1024  # blocks worth starting
 WIDTHS = (32, 64, 128, 256)  # of heads, on the GPU
 
 
-def _or_before(old: Callable[..., Any], is_old: Callable[..., bool]) -> Callable[..., Any]:
-    """Until the callers have changed: calls with the arguments of before go to `old`."""
-
-    def wrap(new: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(new)
-        def either(*args: Any, **kwargs: Any) -> Any:
-            return (old if is_old(*args, **kwargs) else new)(*args, **kwargs)
-
-        return either
-
-    return wrap
-
-
-def _ungated(
-    q: np.ndarray,
-    k_pages: np.ndarray,
-    v_pages: np.ndarray,
-    page_table: np.ndarray,
-    forest: Forest,
-    scale: float,
-    rows: np.ndarray | None = None,
-) -> np.ndarray:
-    out = np.empty_like(q)
-    cuts = forest.start if rows is None else np.searchsorted(rows, forest.start)
-    for b, tree in enumerate(forest.trees):
-        lo, hi = int(cuts[b]), int(cuts[b + 1])
-        if lo == hi:
-            continue
-        T = int(forest.committed[b])
-        nodes = np.arange(len(tree)) if rows is None else rows[lo:hi] - forest.start[b]
-        block = max(8, SCORES // (q.shape[1] * (T + len(tree))))
-        for i in range(0, hi - lo, block):
-            n = nodes[i : i + block]
-            mask = tree.ancestors[n]  # [n, N]
-            slots = _slots_read(mask, T)
-            k = _rows_of(k_pages, page_table[b], slots)  # [T+, Hkv, Dh]
-            v = _rows_of(v_pages, page_table[b], slots)
-            seen = mask[:, : slots.stop - T] if isinstance(slots, slice) else mask[:, slots[T:] - T]
-            out[lo + i : lo + i + len(n)] = _attend(q[lo + i : lo + i + len(n)], k, v, seen, scale)
-    return out
-
-
-@_or_before(_ungated, lambda q, gate, *_, **__: gate.ndim == 4)
 def tree_attention(
     q: Array,
     gate: Array,
@@ -166,12 +122,12 @@ def _launch(
 
 
 def splits_of(slots: int) -> int:
-    """Into how many splits the GPU cuts a context: of 256 slots up to 8192, then 16 for every doubling."""
+    """Into how many splits the GPU cuts a context: of 128 slots up to 4096, then 16 for every doubling."""
     last = max(slots, 1) - 1
-    if last < 8192:
-        return last // 256 + 1
-    octave = (last // 8192).bit_length() - 1
-    return 32 + 16 * octave + ((last - (8192 << octave)) >> (9 + octave)) + 1
+    if last < 4096:
+        return last // 128 + 1
+    octave = (last // 4096).bit_length() - 1
+    return 32 + 16 * octave + ((last - (4096 << octave)) >> (8 + octave)) + 1
 
 
 def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray, scale: float) -> np.ndarray:
@@ -208,17 +164,6 @@ def _rows_of(pages: np.ndarray, table: np.ndarray, slots: slice | np.ndarray) ->
     return held.reshape(-1, *pages.shape[2:])[slots]
 
 
-def _move_before(
-    k_pages: np.ndarray, v_pages: np.ndarray, page_table_row: np.ndarray, source: np.ndarray, target: np.ndarray
-) -> None:
-    P = k_pages.shape[1]
-    read = page_table_row[source // P], source % P
-    write = page_table_row[target // P], target % P
-    k_pages[write] = k_pages[read]
-    v_pages[write] = v_pages[read]
-
-
-@_or_before(_move_before, lambda k_pages, v_pages, page_table, *_, **__: page_table.ndim == 1)
 def move_kv(
     k_pages: Array,
     v_pages: Array,
@@ -316,7 +261,7 @@ CASES = {
         _case([_chain(513), _tree(20)], [7, 1000], 64, 4, 1, 32),
         _case([_chain(1)] * 3, [300, 255, 256], 16, 16, 2, 256),
         _case([_tree(20), _chain(30)], [40, 290], 16, 6, 2, 64, [0, 7, 13, 19, 20, 33, 49]),
-        _case([_chain(1)], 9000, 64, 6, 1, 32),
+        _case([_chain(1)], 4500, 64, 6, 1, 32),
         _case([_chain(1)] * 5, 1000, 64, 8, 2, 256),
         _case([_tree(64)] * 2, 1000, 64, 16, 4, 256),
         _case([_tree(16)], 5000, 64, 24, 4, 256),

@@ -36,7 +36,7 @@ class Layers:
         q, k, v = qk[:, :Hk], qk[:, Hk:], y[:, 2 * Hk * K :].reshape(n, Hv, V)
         o, u = gdn(q, k, v, g, beta, self.S, self.ring, slot, forest)
         write_kv(k, q, self.k, self.v, self.table, forest)
-        a = tree_attention(qk, self.k, self.v, self.table, forest, 1.0)
+        a = tree_attention(qk, qk, self.k, self.v, self.table, forest, 1.0)
         commit_window(x, self.window, slot, forest, [np.arange(n)])
         commit(self.S, self.ring, k, u, g, slot, forest, [np.arange(n)])
         advance(self.ring.length, [1], [np.arange(n)], self.ring.k.shape[1])
