@@ -1,9 +1,9 @@
-// x w^T for 1 .. 8 rows, bf16 x, bf16 or FP8 w. Definition: linear in boleinfer/ops/linear.py. Sums in float32, in the
+// x w^T for few rows or few features, bf16 x, bf16 or FP8 w. Definition: linear in boleinfer/ops/linear.py. Sums in float32, in the
 // order that linear.cuh describes.
 //
-// grid: ceil(Dout / 16), a block owns 16 features and all k. block: 128 * splits threads, splits <= 4; a warp owns a chunk
-// of every step of its range. w goes from memory to registers, 8 (FP8: 4) words of 16 bytes in flight a thread.
-// shared: 8 KB, the warps' sums. Read twice: x, by every block (L1, L2).
+// grid: (ceil(Dout / 16), ceil(R / 8)), a block owns 16 features, 8 rows and all k. block: 128 * splits threads, splits
+// <= 4; a warp owns a chunk of every step of its range. w goes from memory to registers, 8 (FP8: 4) words of 16 bytes in flight a thread.
+// shared: 8 KB, the warps' sums. Read twice: x, by every block of axis x (L1, L2); w, by those of axis y (L2).
 //
 // sizes: Wt=bf16,fp8 Out=bf16,float
 #include "linear.cuh"
@@ -46,7 +46,7 @@ struct Chunk {
 };
 
 extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP, 2) linear_few(
-    const bf16* __restrict__ x,       // [R, Din] strides [Ldx, 1] aligned 16; R <= 8
+    const bf16* __restrict__ x,       // [R, Din] strides [Ldx, 1] aligned 16
     const Wt* __restrict__ w,         // [Dout, Din] aligned 16
     const float* __restrict__ scale,  // [(Dout + 127) / 128, (Din + 127) / 128] or null; of FP8 w
     Out* __restrict__ out,            // [R, Dout]
@@ -66,8 +66,8 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP, 2) linear_few(
   const int own_k = k + t * LANE_K;
   const Wt* low = w + min(feature + g, Dout - 1ll) * Din + own_k;
   const Wt* high = w + min(feature + g + 8, Dout - 1ll) * Din + own_k;
-  const bf16* row = x + (long long)min(g, R - 1) * Ldx + own_k;
-  const float* scales = scale + feature / SCALED * ((Din + SCALED - 1) / SCALED);
+  const bf16* row = x + (long long)min(8 * (int)blockIdx.y + g, R - 1) * Ldx + own_k;
+  const float* scales = scale + feature / SCALED * ((Din + SCALED - 1) / SCALED) + k / SCALED;
 
   // sum = the chunks of this warp in order of k
   float sum[4] = {};
@@ -76,22 +76,22 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP, 2) linear_few(
 #pragma unroll
     for (int d = 0; d < DEPTH; d++) chunks[d].load<true>(low + d * STEP, high + d * STEP, row + d * STEP, 0);
 #pragma unroll
-    for (int d = 0; d < DEPTH; d++) chunks[d].multiply(sum, scales + (k + d * STEP) / SCALED);
-    low += DEPTH * STEP, high += DEPTH * STEP, row += DEPTH * STEP;
+    for (int d = 0; d < DEPTH; d++) chunks[d].multiply(sum, scales + d * STEP / SCALED);
+    low += DEPTH * STEP, high += DEPTH * STEP, row += DEPTH * STEP, scales += DEPTH * STEP / SCALED;
   }
   for (; k < end; k += STEP) {
     Chunk chunk;
     chunk.load<false>(low, high, row, end - k - t * LANE_K);
-    chunk.multiply(sum, scales + k / SCALED);
-    low += STEP, high += STEP, row += STEP;
+    chunk.multiply(sum, scales);
+    low += STEP, high += STEP, row += STEP, scales += STEP / SCALED;
   }
 
 #pragma unroll
   for (int i = 0; i < 4; i++) part[warp][(2 * t + i % 2) * 16 + g + i / 2 * 8] = sum[i];
   __syncthreads();
   // out = sum over ranges of (sum over warps)
-  const int r = threadIdx.x / 16, f = threadIdx.x % 16;
-  if (r < R && feature + f < Dout) {
+  const int r = 8 * blockIdx.y + threadIdx.x / 16, f = threadIdx.x % 16;
+  if (threadIdx.x < 8 * 16 && r < R && feature + f < Dout) {
     float total = 0.0f;
     for (int s = 0; s < splits; s++) {
       float sum = part[WARPS_OF_K * s][threadIdx.x];

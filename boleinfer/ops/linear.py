@@ -77,6 +77,7 @@ def swiglu(gate_up: Array) -> Array:
 # ---- on the GPU ------------------------------------------------------------------------------------------------------
 
 FEW_ROWS, SOME_ROWS = 8, 128  # up to which linear_few and linear_rows are used; at most 8 and 512
+FEW_FEATURES = 256  # up to which linear_few is used for some rows, too: its blocks are smaller
 FILLED = 132  # blocks of linear_rows that are enough without cutting k; a constant, since a row's bits depend on it
 MOST_TICKETS = 4096  # more than those blocks, for each group of 32 rows
 
@@ -95,9 +96,9 @@ def _linear_gpu(x: Array, w: Array | Fp8, dtype: Any) -> Array:
     if device.c_type(x) != "bf16" or types["Wt"] == "float" or not words:
         grid = -(-R // 32), min(-(-Dout // 32), 65535)
         kernels.launch("linear_any.cu", "linear_any", grid, 256, args, constants={"Act": device.c_type(x), **types})
-    elif R <= FEW_ROWS:
-        block = 128 * _splits(Dout, Din)
-        kernels.launch("linear_few.cu", "linear_few", -(-Dout // 16), block, args, constants=types)
+    elif R <= FEW_ROWS or (R <= SOME_ROWS and Dout <= FEW_FEATURES):
+        grid = -(-Dout // 16), -(-R // 8)
+        kernels.launch("linear_few.cu", "linear_few", grid, 128 * _splits(Dout, Din), args, constants=types)
     elif R <= SOME_ROWS:
         _some_rows(args, types)
     elif types["Wt"] != "bf16" or not _blas(x, bits, out, Ldx):
@@ -228,9 +229,9 @@ CASES = {
             (3, 24, 40),  # from here on: every kernel of the GPU, with partial tiles
             (8, 1032, 17),
             (9, 1032, 130),
-            (17, 264, 129),
+            (17, 264, 257),
             (64, 520, 48),
-            (128, 136, 150),
+            (128, 136, 300),
             (129, 136, 150),
             (200, 72, 129),
             (128, 2048, 4096),
