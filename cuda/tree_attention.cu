@@ -41,7 +41,8 @@ struct Pages {
   __device__ int where(const Queries<Rows>& query, int key, int stop) const {
     const int lane = threadIdx.x % WARP, slot = key + threadIdx.x / WARP * OWN + lane;
     if (lane >= OWN || slot >= stop || !query.any_sees(slot)) return -1;
-    return table[slot / P] * P + slot % P;
+    const unsigned page = unsigned(slot) / unsigned(P);
+    return table[page] * P + (slot - int(page) * P);
   }
 
   __device__ void copy(bf16* stage, int own) const {

@@ -21,7 +21,7 @@ SCORES = 1 << 18  # scores held at once, to stay in cache: more query rows are t
 SCRATCH = 1 << 28  # bytes on the GPU for the parts of rows whose splits are worked on side by side
 _SIDE_ROWS = 256  # such rows at most
 _TREE_ROWS = 128  # of one request at most
-_BLOCKS = 1024  # blocks worth starting
+_BLOCKS, _WORKERS = 1024, 4  # blocks worth starting; for each tile at least this many, if it has as many splits
 WIDTHS = (32, 64, 128, 256)  # of heads, on the GPU
 
 
@@ -100,7 +100,7 @@ def _launch(
 
     tile = 64 if act == "bf16" and rows is None and n * ratio > 16 * min(B, n) else 16
     tiles = n * -(-ratio // tile) if rows is not None else n * ratio // tile + min(B, n)
-    workers = max(1, min(splits, _BLOCKS // (tiles * Hkv)))
+    workers = min(splits, max(_WORKERS, _BLOCKS // (tiles * Hkv)))
     shared = {"Hq": Hq, "rows": rows, "request": forest.request, "part_o": part_o, "part_ml": part_ml, "parts": parts}
     args = shared | {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table}
     args |= {name: getattr(forest, name) for name in ("ancestors", "chain", "start", "committed")}
