@@ -94,10 +94,10 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP, 2) linear_few(
   if (threadIdx.x < 8 * 16 && r < R && feature + f < Dout) {
     float total = 0.0f;
     for (int s = 0; s < splits; s++) {
-      float sum = part[WARPS_OF_K * s][threadIdx.x];
+      float one = part[WARPS_OF_K * s][threadIdx.x];
 #pragma unroll
-      for (int i = 1; i < WARPS_OF_K; i++) sum += part[WARPS_OF_K * s + i][threadIdx.x];
-      total = s ? total + sum : sum;
+      for (int i = 1; i < WARPS_OF_K; i++) one += part[WARPS_OF_K * s + i][threadIdx.x];
+      total = s ? total + one : one;
     }
     out[r * (long long)Dout + feature + f] = from_float<Out>(total);
   }
