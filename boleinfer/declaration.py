@@ -112,11 +112,15 @@ class Parameter:
 
 @dataclass(frozen=True, eq=False)
 class KernelFile:
-    """A .cu file: its kernels by name, the sets of constants it is tested with, its architectures, why it may spill."""
+    """A .cu file: its kernels by name, the sets of constants it is tested with, its architectures, why it may spill.
+
+    early: kernels that call after_previous() (common.cuh) and may be launched before the previous one is done
+    """
 
     path: Path
     text: str
     kernels: Mapping[str, tuple[Parameter, ...]]
+    early: frozenset[str]
     sizes: tuple[Mapping[str, Constant], ...]
     archs: tuple[str, ...]
     spills: str
@@ -154,7 +158,14 @@ def parse(text: str, path: Path) -> KernelFile:
     archs = tuple(re.split(r"[,\s]+", " ".join(header.get("arch", [])).strip())) if "arch" in header else ()
     if bad := [a for a in archs if not re.fullmatch(r"\d+[af]?", a)]:
         raise KernelError(f"{path.name}: `// arch:` names {bad[0]!r}; write it like 90 or 90a")
-    return KernelFile(path, text, kernels, sizes, archs, " ".join(header.get("spills", [])))
+    return KernelFile(path, text, kernels, _early(text), sizes, archs, " ".join(header.get("spills", [])))
+
+
+def _early(text: str) -> frozenset[str]:
+    """The kernels whose text, up to the next kernel, calls after_previous()."""
+    starts = [(match["name"], match.start()) for match in _KERNEL.finditer(text)]
+    ends = [start for _, start in starts[1:]] + [len(text)]
+    return frozenset(name for (name, start), end in zip(starts, ends) if "after_previous()" in text[start:end])
 
 
 def constant(text: str) -> Constant:

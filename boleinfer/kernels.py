@@ -10,10 +10,14 @@ module, which a graph capture does not allow: launch everything once before capt
 
 from __future__ import annotations
 
+import ctypes
 import functools
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import boleinfer
 from boleinfer import nvrtc
@@ -21,12 +25,14 @@ from boleinfer.arguments import check_arguments, check_constants
 from boleinfer.declaration import Constant, KernelError, KernelFile, read
 from boleinfer.nvrtc import ToolchainError
 
-__all__ = ["KernelError", "ToolchainError", "cuda_folder", "kernel_file", "launch", "usable"]
+__all__ = ["OLDEST", "KernelError", "ToolchainError", "cuda_folder", "kernel_file", "launch", "usable"]
 
 Extent = int | tuple[int, ...]
 _GRID, _BLOCK, _THREADS = (2**31 - 1, 65535, 65535), (1024, 1024, 64), 1024  # limits of every architecture
-_OLDEST = 80  # the first architecture with bf16
+OLDEST = 80  # the first architecture with bf16
 _PLAIN_SHARED = 48 * 1024  # bytes of dynamic shared memory that need no permission
+_EARLY_SINCE = 90  # the first architecture on which a kernel can start before the previous one is done
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 
 
 def launch(
@@ -155,10 +161,8 @@ class Gpu:
     def arch(self, device: int) -> str:
         """The architecture of a device, such as "90". Raises ToolchainError for a GPU older than Ampere."""
         arch = str(self._cupy.cuda.Device(device).compute_capability)
-        if int(arch) < _OLDEST:
-            raise ToolchainError(
-                f"GPU {device} is of architecture {arch}; the kernels need {_OLDEST} (Ampere) or newer"
-            )
+        if int(arch) < OLDEST:
+            raise ToolchainError(f"GPU {device} is of architecture {arch}; the kernels need {OLDEST} (Ampere) or newer")
         return arch
 
     def is_array(self, value: Any) -> bool:
@@ -179,17 +183,60 @@ class Gpu:
         module.load(cubin)
         return module
 
+    def launch_early(
+        self,
+        function: Any,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        values: Sequence[np.generic],
+        shared: int,
+        stream: Any,
+    ) -> None:
+        """Queues a kernel that may start before the previous one of the stream is done (it waits by itself).
+
+        CuPy has no launch with attributes, so this calls the driver's cuLaunchKernelEx."""
+        stream = self._cupy.cuda.get_current_stream() if stream is None else stream
+        attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+        config = _Config(*grid, *block, shared, stream.ptr, ctypes.pointer(attribute), 1)
+        held = [ctypes.create_string_buffer(value.tobytes(), value.nbytes) for value in values]
+        addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(h) for h in held))
+        status = self._driver.cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(function.ptr), addresses, None)
+        if status:
+            raise RuntimeError(f"cuLaunchKernelEx gives error {status}")
+
+    @functools.cached_property
+    def _driver(self) -> Any:
+        return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
     def allow_shared(self, function: Any, nbytes: int) -> None:
         """Permits a kernel more than 48 KiB of dynamic shared memory. Raises CuPy's error where the device has less."""
         driver = self._cupy.cuda.driver
         driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, nbytes)
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: its number, and a union of 64 bytes of which an int is used here."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        *((f"{what}{axis}", ctypes.c_uint) for what in ("grid", "block") for axis in "xyz"),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
 class _Module:
     """One compiled file on one device: its functions, and the dynamic shared memory that each was permitted."""
 
-    def __init__(self, gpu: Gpu, title: str, cubin: bytes) -> None:
-        self._gpu, self._title = gpu, title
+    def __init__(self, gpu: Gpu, title: str, cubin: bytes, early: frozenset[str]) -> None:
+        self._gpu, self._title, self._early = gpu, title, early
         try:
             self._module = gpu.load(cubin)
         except Exception as error:  # CuPy's kinds of error differ between driver and runtime
@@ -209,10 +256,11 @@ class _Module:
                 ) from error
             allowed = shared
         self._functions[name] = function, allowed
-        return function
+        return functools.partial(self._gpu.launch_early, function) if name in self._early else function
 
 
 @functools.cache
 def _module(gpu: Gpu, device: int, source: KernelFile, constants: tuple[tuple[str, Constant], ...]) -> _Module:
     job = nvrtc.job(source, dict(constants), gpu.arch(device), cuda_folder())
-    return _Module(gpu, job.title, nvrtc.build(job, nvrtc.default_cache()).cubin)
+    early = source.early if int(gpu.arch(device)) >= _EARLY_SINCE else frozenset()
+    return _Module(gpu, job.title, nvrtc.build(job, nvrtc.default_cache()).cubin, early)

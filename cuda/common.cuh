@@ -18,6 +18,18 @@ constexpr unsigned ALL_LANES = 0xffffffffu;
 __device__ __forceinline__ float inf() { return __int_as_float(0x7f800000); }
 __device__ __forceinline__ float nan() { return __int_as_float(0x7fc00000); }
 
+// ---- one kernel after another ---------------------------------------------------------------------------------------
+
+// Waits until the kernels queued before this one are done and what they wrote can be read. A kernel that calls it is
+// launched while they still run: what stands before the call, such as reading weights, overlaps with them. Before the
+// call nothing may be written, and nothing read that another kernel writes.
+__device__ __forceinline__ void after_previous() {
+#if !defined(EMULATED) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");  // the next one may come and wait here as well
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // ---- numbers --------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float to_float(float x) { return x; }

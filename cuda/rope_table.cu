@@ -1,7 +1,7 @@
 // Cosines and sines of a step's rotary angles. Definition: rope_table in boleinfer/ops/rope.py.
 // Angles in float64: as a float32 product they would be off by 0.004 rad at position 100,000.
 //
-// grid x block: at least R * Half threads, one an angle. shared: none. Read twice: nothing.
+// grid, block: at least R * Half threads in all, one an angle. shared: none. Read twice: nothing.
 //
 // sizes: Freq=double,float
 #include "common.cuh"

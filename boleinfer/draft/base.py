@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
+from boleinfer.device import Array
 from boleinfer.forest import Tree
 from boleinfer.request import Request
 
@@ -32,12 +31,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class Committed:
-    """News of one request: rows start .. start+m-1 are committed, their hidden rows [m, D] are the target's own, and
-    the tokens up to position start+m (the one just sampled, or the next of the prompt) are known."""
+    """News of one request: rows start .. start+m-1 are committed, and the tokens up to position start+m (the one just
+    sampled, or the next of the prompt) are known.
+
+    hidden: the target's own hidden rows [m, D]; None where the drafts are made on the GPU"""
 
     request: Request
     start: int
-    hidden: np.ndarray
+    hidden: Array
 
 
 class Drafter(Protocol):
