@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from boleinfer.device import Array
 from boleinfer.forest import Tree
 from boleinfer.request import Request

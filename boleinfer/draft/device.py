@@ -1,4 +1,4 @@
-"""Drafts that the GPU made by itself at the end of the last step, unless looking up the text is surer. Knows no model."""
+"""Drafts that the GPU made by itself at the end of the last step, or looked-up ones that are surer. Knows no model."""
 
 from __future__ import annotations
 
