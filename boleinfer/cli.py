@@ -19,6 +19,7 @@ commands at a glance:
   boleinfer chat -m Qwen/Qwen3.5-0.8B        talk to a model from the hub
   boleinfer info ~/models/Qwen3.5-9B         what is in a model and how much memory it needs
   boleinfer check                            does every op compute what its definition says on this machine?
+  boleinfer doctor                           can the GPU be used here, and what to do if not?
   boleinfer bench cpu                        what speculation gains on this machine
 
 exit status: 0 done, 1 failed while running, 2 something you asked for cannot be, 130 stopped with Ctrl-C
@@ -51,6 +52,13 @@ examples:
   boleinfer check
   boleinfer check gdn attention                  only the ops whose name contains one of these
   boleinfer check --device cuda --dtype bf16     the kernels, in the types that models run in on a GPU
+"""
+_DOCTOR = """\
+examples:
+  boleinfer doctor
+  boleinfer doctor --json | jq '.findings[] | select(.ok | not)'
+
+exit status: 0 when the GPU can be used, 1 when not; the CPU backend needs none of it
 """
 _KERNELS = """\
 examples:
@@ -116,6 +124,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--dtype", choices=["float32", "bf16"], default="float32", help="type of activations (default: float32)"
     )
     check.set_defaults(run=_run_check)
+
+    doctor = command("doctor", "look whether the GPU can be used here, and say what to do if not", _DOCTOR)
+    doctor.add_argument("--json", action="store_true", help="print it as one JSON object")
+    doctor.set_defaults(run=_run_doctor)
 
     kernels = command("kernels", "compile the CUDA kernels and show what each needs", _KERNELS)
     kernels.add_argument("names", nargs="*", metavar="NAME", help="only files whose name contains NAME")
@@ -219,6 +231,12 @@ def _run_check(args: argparse.Namespace) -> int:
     from boleinfer.check import check
 
     return check(args.ops, args.device, args.dtype)
+
+
+def _run_doctor(args: argparse.Namespace) -> int:
+    from boleinfer.doctor import doctor
+
+    return doctor(args.json)
 
 
 def _run_kernels(args: argparse.Namespace) -> int:
