@@ -8,14 +8,15 @@
 // Its columns are the ring (in the first window), filled up to a multiple of 16, then its rows, 16 at a time:
 //   W = decays * scores of the 16 rows with all columns so far: eight columns a warp, then a barrier
 //   X = e^G S^T x + W U of the columns before, u by substitution, o = X + W u: each warp its own columns of V
-// Rows that are not in use count as keys of zero and are not written. A row depends on its request alone.
+// Rows that are not in use count as keys of zero and are not written. A row depends on its request alone. A request
+// with a single row takes another way, that of gdn_row.cuh.
 //
 // grid: V / Vt, Hv, B. block: 4 * Vt threads; see gdn.cuh for who owns what.
 // shared: 4 (K + Cols) Vt + 128 Pitch + 20 Cols + 2048 bytes, Pitch = Cols or Cols + 16, Cols = ring and rows, each in
 // full sixteens: 72 KB at most. S is read once; keys are read again for every 16 rows, from L1 or L2.
 //
 // sizes: Act=bf16,float K=16 V=16 Vt=16 | Act=bf16,float K=128 V=128 Vt=16,32 | Act=bf16,float K=64 V=64 Vt=32
-#include "gdn.cuh"
+#include "gdn_row.cuh"
 
 constexpr int MOST = CHUNK + TREE;  // columns
 
@@ -30,7 +31,7 @@ struct Window {
   int Pitch;
   int ring, rows;    // ring entries, rows of the window
   int from;          // first column of the rows
-  long long first;   // first flat row
+  int first;         // first flat row
 
   __device__ Window(char* memory, int Cols) : Pitch(Cols % 32 ? Cols : Cols + 16) {
     S = reinterpret_cast<float*>(memory);
@@ -192,7 +193,7 @@ __device__ __forceinline__ void advance_state(const Window& w, const Lane& me) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn(
+extern "C" __global__ void __launch_bounds__(THREADS, (TENSOR ? 512 : 384) / THREADS) gdn(
     const Act* __restrict__ q,               // [R, Hk, K] aligned 16
     const Act* __restrict__ k,               // [R, Hk, K] aligned 16
     const Act* __restrict__ v,               // [R, Hv, V] aligned 16
@@ -221,6 +222,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn(
   const int tree = start[b], rows = start[b + 1] - tree, path = chain[b];
   const long long s = slot[b];
   if (rows <= 0) return;
+  if (rows == 1) {
+    if (request[tree] != b) return;
+    const long long key = ((long long)tree * Hk + h / (Hv / Hk)) * K, value = (long long)tree * Hv + h;
+    const Row row = {q + key, k + key, v + value * V + v0, g[value], beta[value], S + (s * Hv + h) * K * V + v0,
+                     ring_k + (s * C * Hk + h / (Hv / Hk)) * K, ring_u + (s * C * Hv + h) * V + v0,
+                     ring_g + s * C * Hv + h, length[s], o + value * V + v0, u + value * V + v0};
+    return one_row(row, reinterpret_cast<float*>(memory), Hk, Hv);
+  }
   const Lane me = this_lane();
   Window w(memory, Cols);
   fetch(w.S, S + (s * Hv + h) * K * V + v0, V, K, K, me);
@@ -245,26 +254,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn(
     sum_decays(w);
 
     for (int n0 = 0; n0 < w.rows; n0 += BLOCK) {
+      if (n0) read_rows(x, w, n0, q, k, me);
       weights(w, x, n0, me);
       cp_async_wait<0>();
       __syncthreads();
 
       float X[2][4] = {}, strength[2], y[4];
       past(X, x, w.S, me);
-      long long at_row[2];
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const float decay = expf(w.G(w.from + n0 + me.row + 8 * half).x);
-        at_row[half] = (w.first + n0 + me.row + 8 * half) * Hv + h;
-        strength[half] = x[1].x[half] ? beta[at_row[half]] : 0.0f;
-        const float2 value = x[1].x[half] ? load_two(v + at_row[half] * V + v0 + me.pair) : float2{0.0f, 0.0f};
-        y[2 * half] = value.x, y[2 * half + 1] = value.y;
 #pragma unroll
         for (int c = 0; c < 2; c++) X[0][2 * half + c] *= decay, X[1][2 * half + c] *= decay;
       }
       weigh<2>(X, w.W, w.Pitch, w.U, 0, w.from + n0, me);
 #pragma unroll
-      for (int c = 0; c < 4; c++) y[c] = strength[c / 2] * (y[c] - X[1][c]);
+      for (int half = 0; half < 2; half++) {
+        const int n = n0 + me.row + 8 * half;
+        const bool used = w.key[w.from + n];
+        const long long at_row = (long long)(w.first + n) * Hv + h;
+        const float2 value = used ? load_two(v + at_row * V + v0 + me.pair) : float2{0.0f, 0.0f};
+        strength[half] = used ? beta[at_row] : 0.0f;
+        y[2 * half] = strength[half] * (value.x - X[1][2 * half]);
+        y[2 * half + 1] = strength[half] * (value.y - X[1][2 * half + 1]);
+      }
       substitute(y, w, n0, strength, me);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
@@ -274,12 +287,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn(
       weigh<1>(X, w.W, w.Pitch, w.U, w.from + n0, w.from + n0 + BLOCK, me);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        if (x[1].x[half]) {
-          store_two(u + at_row[half] * V + v0 + me.pair, y[2 * half], y[2 * half + 1]);
-          store_two(o + at_row[half] * V + v0 + me.pair, X[0][2 * half], X[0][2 * half + 1]);
+        const int n = n0 + me.row + 8 * half;
+        const long long to = ((long long)(w.first + n) * Hv + h) * V + v0 + me.pair;
+        if (w.key[w.from + n]) {
+          store_two(u + to, y[2 * half], y[2 * half + 1]);
+          store_two(o + to, X[0][2 * half], X[0][2 * half + 1]);
         }
       }
-      if (n0 + BLOCK < w.rows) read_rows(x, w, n0 + BLOCK, q, k, me);
       __syncthreads();  // W is free again
     }
   }

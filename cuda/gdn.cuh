@@ -145,6 +145,7 @@ __device__ __forceinline__ void scores(float (&d)[2][4], const Rows<T> (&x)[2], 
       for (int n = 0; n < 2; n++) mma_m16n8k16(d[n], x[n].a[s], b);
     }
   } else {
+#pragma unroll 1
     for (int k = 0; k < K; k += 4) {
       const float4 a = load_four(y0, k), b = load_four(y1, k);
 #pragma unroll
@@ -175,6 +176,7 @@ __device__ __forceinline__ void past(float (&d)[2][4], const Rows<T> (&x)[2], co
       }
     }
   } else {
+#pragma unroll 1
     for (int k = 0; k < K; k += 4) {
       float2 s[4];
 #pragma unroll
@@ -215,6 +217,7 @@ __device__ __forceinline__ void weigh(float (&d)[2][4], const float* W, int Pitc
         mma_m16n8k16(d[n], a[0], b[0]);
       }
     } else {
+#pragma unroll 4
       for (int j = i; j < i + 16; j++) {
         const float2 u = *reinterpret_cast<const float2*>(U + at(j, me.pair));
 #pragma unroll

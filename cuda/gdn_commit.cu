@@ -45,6 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn_fold(
     int Hv,
     int C)
 {
+  after_previous();
   __shared__ __align__(16) float U[CHUNK * Vt];
   __shared__ double sum[CHUNK];
   __shared__ float kept[CHUNK];
@@ -115,6 +116,7 @@ extern "C" __global__ void gdn_append(
     int Hv,
     int C)
 {
+  after_previous();
   const int i = blockIdx.x, b = blockIdx.y, m = count[b];
   if (i >= m || m > C) return;
   const long long s = slot[b], from = row[start[b] + i];

@@ -238,6 +238,22 @@ def test_a_tree_does_not_depend_on_its_company(gpu, act):
         assert device.download(u)[here].tobytes() == device.download(u_alone).tobytes()
 
 
+@pytest.mark.parametrize("act", BOUND)
+def test_the_width_of_a_tile_changes_no_bit(gpu, act, monkeypatch):
+    rng = np.random.default_rng(5)
+    memory = Memory(rng, act, 3, 40, 1, 2, 32, 64)
+    for _ in range(3):
+        memory.step(rng, Envelope(rng, [some.chain(9), some.chain(3), some.binary(20)]))
+    envelope = Envelope(rng, [some.binary(30), some.chain(70), [-1]], holes=False)
+    rows, results = [envelope.rows(x) for x in memory.rows(rng, len(envelope.forest), False)], []
+    for width in (16, 32):
+        constants = {"Act": act, "K": 32, "V": 64, "Vt": width}
+        monkeypatch.setattr(ops, "_tiles", lambda *_, c=constants, w=width: (c, (64 // w, 2, 3), 4 * w))
+        out = gdn(*rows, memory.S, memory.ring, memory.device_slot, envelope.upload())
+        results.append([device.download(x).tobytes() for x in out])
+    assert results[0] == results[1]
+
+
 def test_what_the_kernels_do_not_take_is_refused(gpu):
     rng = np.random.default_rng(3)
     for C, K, V in [(65, 16, 16), (8, 48, 16), (8, 16, 256)]:
