@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -164,7 +165,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if getattr(args, "model", None) is None:  # before NumPy is imported; see docs/performance-notes.md
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
-        status = args.run(args)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            status = args.run(args)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -180,6 +183,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not mistake:
             print("boleinfer: set BOLEINFER_DEBUG=1 to see where this happened", file=sys.stderr)
         return MISTAKE if mistake else FAILED
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    """A line on stderr, without the place in the source."""
+    print(f"boleinfer: {message}", file=sys.stderr)
 
 
 def _is_mistake(error: Exception) -> bool:

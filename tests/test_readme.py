@@ -13,7 +13,9 @@ from boleinfer.bench import markdown
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 HELP = "".join(
-    text for name, text in vars(cli).items() if name in ("_MAIN", "_GENERATE", "_CHAT", "_INFO", "_CHECK", "_BENCH")
+    text
+    for name, text in vars(cli).items()
+    if name in ("_MAIN", "_GENERATE", "_CHAT", "_INFO", "_CHECK", "_DOCTOR", "_BENCH")
 )
 COMMANDS = sorted(set(re.findall(r"^ {2,}(?:.*[&|] )?(boleinfer [a-z].*)$", README + HELP, re.MULTILINE)))
 
@@ -30,7 +32,7 @@ def test_shown_commands_parse(line):
 
 
 def test_every_command_is_shown():
-    assert {arguments(line)[0] for line in COMMANDS} == {"generate", "chat", "info", "check", "bench"}
+    assert {arguments(line)[0] for line in COMMANDS} == {"generate", "chat", "info", "check", "doctor", "bench"}
 
 
 def test_library_example_runs(capsys):
