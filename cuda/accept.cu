@@ -37,6 +37,7 @@ extern "C" __global__ void __launch_bounds__(1024) walk(
     int* __restrict__ draft_count,     // [Slots] 0 from here on
     int L)
 {
+  after_previous();
   const int b = blockIdx.x, first = start[b], end = start[b + 1], m = known[b], s = slot[b];
   for (int i = threadIdx.x; i < m; i += blockDim.x) row[first + i] = first + i;
   if (threadIdx.x >= WARP) return;
@@ -97,6 +98,7 @@ extern "C" __global__ void __launch_bounds__(1024) follow(
     int* __restrict__ last_row,           // [B] -1: none
     int R)
 {
+  after_previous();
   const int b = blockIdx.x, first = start[b], N = start[b + 1] - first, m = count[b], T = committed[b];
   const bool last = b == gridDim.x - 1;  // also owns the rows behind all requests
   for (int n = threadIdx.x; n < (last ? R - first : N); n += blockDim.x) {

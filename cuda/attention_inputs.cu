@@ -92,6 +92,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_inputs(
     int M,
     float eps)
 {
+  after_previous();
   const unsigned heads = Hq + 2 * Hkv;
   const unsigned unit = ((unsigned long long)blockIdx.x * blockDim.x + threadIdx.x) / LANES;
   const int n = unit / heads, h = unit % heads;

@@ -21,6 +21,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_join(
     int Hq,
     int Ldg)
 {
+  after_previous();
   __shared__ float2 factors[HEADS][AT_ONCE];
   __shared__ float weights[HEADS];
   const int row = rows == nullptr ? blockIdx.x : rows[blockIdx.x];

@@ -34,6 +34,7 @@ extern "C" __global__ void __launch_bounds__(128) commit_window(
     int Ldx,
     int Parts)
 {
+  after_previous();
   const int b = blockIdx.x / Parts, part = blockIdx.x % Parts, m = count[b];
   if (m == 0) return;
   Act* own = window + (long long)slot[b] * (W - 1) * Cc;

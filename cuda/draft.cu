@@ -90,6 +90,7 @@ extern "C" __global__ void __launch_bounds__(1024) candidates(
     float* __restrict__ prob,          // [N, Top]
     int Vocab)
 {
+  after_previous();
   __shared__ Key shared[WARP][Top];
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
   int* to = ids + (long long)blockIdx.x * Top;
@@ -160,6 +161,7 @@ extern "C" __global__ void __launch_bounds__(1024) grow(
     int level,
     float worth)
 {
+  after_previous();
   __shared__ float likely[MOST];
   __shared__ int used;
   const int b = blockIdx.x, i = threadIdx.x, s = slot[b], B = gridDim.x;
@@ -264,6 +266,7 @@ extern "C" __global__ void __launch_bounds__(MOST) keep(
     int L,
     float least)  // probability
 {
+  after_previous();
   __shared__ float likely[MOST];
   __shared__ int place[MOST];
   const int b = blockIdx.x, s = slot[b], c = threadIdx.x;

@@ -45,6 +45,7 @@ extern "C" __global__ void __launch_bounds__(128, 4) gated_rms_norm(
     int Ldz,
     float eps)
 {
+  after_previous();
   const long long row = blockIdx.x;
   const int h = blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP;
   if (h >= Hv) return;

@@ -10,6 +10,7 @@ extern "C" __global__ void gdn_advance(
     int B,
     int C)
 {
+  after_previous();
   const int b = blockIdx.x * blockDim.x + threadIdx.x;
   const int m = b < B ? count[b] : 0;
   if (m <= 0) return;

@@ -139,6 +139,7 @@ extern "C" __global__ void __launch_bounds__(128) gdn_inputs(
     int Hv,
     int span)
 {
+  after_previous();
   const int heads = 2 * Hk + Hv, head = blockIdx.x % (heads + 1);
   const int first = blockIdx.x / (heads + 1) * span, last = min(first + span, R);
   if (head == heads) return gates(ba, A_log, dt_bias, request, g, beta, Hv, first, last);

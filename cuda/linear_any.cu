@@ -21,6 +21,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) linear_any(
     int Din,
     int Dout)
 {
+  after_previous();
   __shared__ float xs[SIDE][SIDE + 1], ws[SIDE][SIDE + 1];  // [row or feature][k]
   const int column = threadIdx.x % SIDE, line = threadIdx.x / SIDE;
   const long long row = (long long)blockIdx.x * SIDE;

@@ -55,6 +55,7 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP, 2) linear_few(
     int Din,
     int Dout)
 {
+  after_previous();
   __shared__ float part[MOST_WARPS][8 * 16];  // [warp][row][feature]
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
   const int splits = blockDim.x / (WARPS_OF_K * WARP), width = split_width(Din, splits);

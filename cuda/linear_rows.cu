@@ -139,6 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_rows(
     int Splits,
     int Tickets)
 {
+  after_previous();
   extern __shared__ uint4 ring[];
   const int groups = (R + ROWS - 1) / ROWS, row = blockIdx.x % groups * ROWS, tile = blockIdx.x / groups;
   const int warp = threadIdx.x / WARP, c = warp % WARPS_OF_K, m = warp / WARPS_OF_K;

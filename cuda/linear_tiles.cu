@@ -63,6 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Wt) == 2 ? 2 : 1) l
     int Din,
     int Dout)
 {
+  after_previous();
   extern __shared__ uint4 ring[];
   // blocks run through the row tiles of a band first, then through the features, then through the bands
   const int row_tiles = (R + SIDE - 1) / SIDE, columns = (Dout + SIDE - 1) / SIDE;

@@ -33,6 +33,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) combine(
     int A,
     int D)
 {
+  after_previous();
   __shared__ int place[WARP];
   __shared__ float share[WARP];
   const long long row = blockIdx.x;
@@ -73,6 +74,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) add_shared(
     Act* __restrict__ out,           // [R, D]
     int D)
 {
+  after_previous();
   const long long row = blockIdx.x * (long long)D;
   const float share = sigmoid(gate[blockIdx.x]);
   routed += row, shared += row, out += row;

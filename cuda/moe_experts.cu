@@ -115,6 +115,7 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS) gate_up(
     int D,
     int F)
 {
+  after_previous();
   const int last = first[blockIdx.y + 1], f0 = 16 * blockIdx.x, g = threadIdx.x % WARP / 4;
   const long long e = expert_of[blockIdx.y];
   const Wt* matrix = weights + e * 2 * F * D;
@@ -149,6 +150,7 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS) down(
     int D,
     int F)
 {
+  after_previous();
   const int last = first[blockIdx.y + 1], d0 = 32 * blockIdx.x, g = threadIdx.x % WARP / 4;
   const long long e = expert_of[blockIdx.y];
   const Wt* w[4];

@@ -93,6 +93,7 @@ extern "C" __global__ void __launch_bounds__(128, 4) top_k(
     int A,
     bool norm_topk)
 {
+  after_previous();
   const long long row = (long long)blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
   if (row < R) choose(logits + row * E, weight + row * A, expert + row * A, E, A, norm_topk);
 }
@@ -106,6 +107,7 @@ extern "C" __global__ void __launch_bounds__(128) group(
     int P,
     int E)
 {
+  after_previous();
   const int lane = threadIdx.x % WARP, e = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
   if (e >= E) return;
   int before = 0;  // places of lower experts
@@ -131,6 +133,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) top_k_group(
     int Slots,
     bool norm_topk)
 {
+  after_previous();
   __shared__ int count[512], slot_expert[512];
   __shared__ int total[WARPS];
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, e = threadIdx.x, P = R * A;

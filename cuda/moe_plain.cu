@@ -57,6 +57,7 @@ extern "C" __global__ void __launch_bounds__(128, 4) plain_gate_up(
     int D,
     int F)
 {
+  after_previous();
   const int f = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP, last = first[blockIdx.y + 1];
   const long long e = expert_of[blockIdx.y];
   if (f >= F) return;
@@ -87,6 +88,7 @@ extern "C" __global__ void __launch_bounds__(128, 4) plain_down(
     int D,
     int F)
 {
+  after_previous();
   const int d = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP, last = first[blockIdx.y + 1];
   const long long e = expert_of[blockIdx.y];
   if (d >= D) return;

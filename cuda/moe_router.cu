@@ -54,6 +54,7 @@ extern "C" __global__ void __launch_bounds__(64) router_logits(
     int D,
     int E)
 {
+  after_previous();
   const long long row = (long long)blockIdx.x * ROWS;
   const int e = blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP;
   if (e >= E) return;

@@ -33,6 +33,7 @@ extern "C" __global__ void __launch_bounds__(128) move_kv(
     int P,
     int M)
 {
+  after_previous();
   const int b = blockIdx.x, first = start[b], accepted = count[b], T = committed[b], Width = Hkv * Dh;
   const int* table = page_table + (long long)b * M;
   constexpr int N = PER_16_BYTES<Act>;

@@ -35,6 +35,7 @@ extern "C" __global__ void __launch_bounds__(1024) plant(
     int L,
     int M)
 {
+  after_previous();
   __shared__ int up[TREE_ROWS];  // parents inside the request
   const int b = blockIdx.x, first = start[b], N = start[b + 1] - first, s = slot[b], m = known[b];
   const int T = s < 0 ? 0 : length[s], drafted = s < 0 ? 0 : min(draft_count[s], L);

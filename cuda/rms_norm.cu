@@ -51,6 +51,7 @@ extern "C" __global__ void __launch_bounds__(1024) rms_norm(
     int D,
     float eps)
 {
+  after_previous();
   const long long row = (long long)blockIdx.x * D;
   constexpr int N = PER_16_BYTES<Act>;
   if (D % N == 0 && aligned16(x, w, out)) {
@@ -69,6 +70,7 @@ extern "C" __global__ void __launch_bounds__(1024) add_rms_norm(
     int D,
     float eps)
 {
+  after_previous();
   const long long row = (long long)blockIdx.x * D;
   constexpr int N = PER_16_BYTES<Act>;
   if (D % N == 0 && aligned16(h, x, w, out)) {
@@ -90,6 +92,7 @@ extern "C" __global__ void __launch_bounds__(1024) joined_rms_norm(
     int D,
     float eps)
 {
+  after_previous();
   const bool second = blockIdx.y;
   const long long row = (long long)blockIdx.x * D;
   const Act* x = (second ? b : a) + row;

@@ -15,6 +15,7 @@ extern "C" __global__ void __launch_bounds__(256) rope_table(
     int Half,
     double factor)
 {
+  after_previous();
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= R * Half) return;
   double s, c;

@@ -142,6 +142,7 @@ extern "C" __global__ void __launch_bounds__(512) sample(
     int* __restrict__ out,                      // [R] the token of each row, or why there is none
     int V)
 {
+  after_previous();
   __shared__ Scratch s;
   const int own = row[blockIdx.x], b = own < 0 ? -1 : request[own];
   if (b < 0) return;
@@ -189,6 +190,7 @@ extern "C" __global__ void advance_history(
     int L,
     int V)
 {
+  after_previous();
   const int b = blockIdx.x, n = count[b];
   if (n <= 0) return;
   const long long at = slot[b];

@@ -26,6 +26,7 @@ extern "C" __global__ void __launch_bounds__(256) swiglu(
     int R,
     int F)
 {
+  after_previous();
   constexpr int N = PER_16_BYTES<Act>;
   if (F % N == 0 && aligned16(gate_up, out)) {
     gated<N>(gate_up, out, R, F);

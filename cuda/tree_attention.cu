@@ -231,6 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tree_attention(
     int Splits,
     float scale)
 {
+  after_previous();
   extern __shared__ uint4 arena[];
   __shared__ Queries<Rows> query;
   __shared__ float exchange[QUARTERS][Rows];

@@ -51,6 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tree_attention(
     int Splits,
     float scale)
 {
+  after_previous();
   extern __shared__ uint4 arena[];
   __shared__ Queries<ROWS> query;
   __shared__ float scales[ROWS];
