@@ -107,6 +107,11 @@ class CudaExecutor:
             results = frame.step.results.read(len(works))
         return [self._outcome(frame, b, w, emitted) for b, (w, emitted) in enumerate(zip(works, results))]
 
+    def repeat(self, rows: int) -> None:
+        """Queues the last step of so many rows again, as the GPU stands now: for measuring, on requests to be dropped."""
+        frame = self._frame(rows)
+        self.runner.run(frame.inputs.rows, lambda: self._step(frame))
+
     def logits(self, tokens: Sequence[int], start: int, place: Place) -> np.ndarray:
         with self.runner.on():
             chain = Forest.of([Tree.chain(tokens)], [start])

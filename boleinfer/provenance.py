@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import boleinfer
-from boleinfer import models
+from boleinfer import device, driver, models
 
 _SUFFIXES = {".py", ".cu", ".cuh"}
 
@@ -33,6 +33,27 @@ def provenance() -> dict[str, Any]:
         "numpy": np.__version__,
         "blas": blas_name(),
     }
+
+
+def gpu_provenance() -> dict[str, Any]:
+    """As `provenance`, and what it says of the current GPU and of what drives it."""
+    runtime, said = device.cupy().cuda.runtime, driver.ask()
+    properties = runtime.getDeviceProperties(runtime.getDevice())
+    return {
+        **provenance(),
+        "gpu": properties["name"].decode(),
+        "gpu_bytes": int(properties["totalGlobalMem"]),
+        "multiprocessors": int(properties["multiProcessorCount"]),
+        "driver": said.version if said is not None else "",
+        "cuda": _dotted(runtime.runtimeGetVersion()),
+        "cuda_of_driver": _dotted(runtime.driverGetVersion()),
+        "cupy": device.cupy().__version__,
+    }
+
+
+def _dotted(version: int) -> str:
+    """CUDA's 13020 is 13.2."""
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def sources_hash() -> str:

@@ -102,13 +102,14 @@ def _scale(target: Target, config: ModelConfig) -> float:
 def _matrix(target: Target, config: ModelConfig, dtype: np.dtype, fp8: bool, seed: int, stream: int) -> Any:
     scale, shape = _scale(target, config), target.shape
     if not fp8:
-        return _normal(shape, dtype, seed, stream, scale)
+        return normal(shape, dtype, seed, stream, scale)
     blocks = (*shape[:-2], *(-(-n // BLOCK) for n in shape[-2:]))
     scales = np.full(blocks, scale / _FP8_UNIT, np.float32)
-    return Fp8(_normal(shape, device.dtype("fp8"), seed, stream, _FP8_UNIT), device.upload(scales))
+    return Fp8(normal(shape, device.dtype("fp8"), seed, stream, _FP8_UNIT), device.upload(scales))
 
 
-def _normal(shape: tuple[int, ...], dtype: np.dtype, seed: int, stream: int, scale: float) -> Any:
+def normal(shape: tuple[int, ...], dtype: np.dtype, seed: int, stream: int, scale: float) -> Any:
+    """A GPU array of normal numbers of that standard deviation; stream: which of the seed's sequences."""
     out = device.empty(shape, dtype)
     flat = out.reshape(-1)
     blocks = min(4096, -(-out.size // 1024))

@@ -101,7 +101,7 @@ def _linear_gpu(x: Array, w: Array | Fp8, dtype: Any) -> Array:
         kernels.launch("linear_few.cu", "linear_few", grid, 128 * _splits(Dout, Din), args, constants=types)
     elif R <= SOME_ROWS:
         _some_rows(args, types)
-    elif types["Wt"] != "bf16" or not _blas(x, bits, out, Ldx):
+    elif types["Wt"] != "bf16" or not _blas(x, bits, out):
         _many_rows(args, types)
     return out
 
@@ -155,7 +155,7 @@ def _tickets_of(kind: str, device_id: int) -> Array:
     return device.upload(np.zeros(MOST_TICKETS, np.int32))
 
 
-def _blas(x: Array, w: Array, out: Array, Ldx: int) -> bool:
+def _blas(x: Array, w: Array, out: Array) -> bool:
     """out = x w^T through cuBLAS, where it is installed and no graph is being captured; says whether it was done."""
     cupy, cublas = _cublas()
     if cublas is None or not isinstance(x, cupy.ndarray):
@@ -165,7 +165,17 @@ def _blas(x: Array, w: Array, out: Array, Ldx: int) -> bool:
     stream = cupy.cuda.get_current_stream()
     if cupy.cuda.runtime.streamIsCapturing(stream.ptr):
         return False
+    gemm(x, w, out)
+    return True
+
+
+def gemm(x: Array, w: Array, out: Array) -> None:
+    """out = x w^T by cuBLAS, on the current stream: bf16 x [R, Din], perhaps with rows further apart, and w [Dout, Din].
+
+    Only where cuBLAS is installed."""
+    cupy, cublas = _cublas()
     (R, Din), Dout = x.shape, len(w)
+    Ldx = x.strides[0] // x.itemsize if R > 1 else Din
     one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
     bf16, result = 14, {"bf16": 14, "float": 0}[device.c_type(out)]  # cudaDataType
     cublas.gemmEx(
@@ -175,7 +185,6 @@ def _blas(x: Array, w: Array, out: Array, Ldx: int) -> bool:
         *(zero.ctypes.data, out.data.ptr, result, Dout),
         *(cublas.CUBLAS_COMPUTE_32F, cublas.CUBLAS_GEMM_DEFAULT),
     )
-    return True
 
 
 @functools.cache
