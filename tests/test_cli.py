@@ -5,12 +5,14 @@ import json
 import os
 import signal
 import sys
+import warnings
 
 import pytest
 
 from boleinfer import chat as chat_module
 from boleinfer import cli
 from boleinfer import generate as generate_module
+from boleinfer.config import ConfigError
 from boleinfer.llm import CompletionOutput, RequestOutput, StreamChunk
 from boleinfer.request import RequestError, Stats
 from boleinfer.sampling import SamplingParams
@@ -199,6 +201,9 @@ def test_f49_mistakes_are_told_without_a_traceback(fake, stdin, capsys, argument
         (["generate", "--logit-bias", "5", "x"], "ID=BIAS"),
         (["generate", "--draft", "magic", "x"], "magic"),
         (["generate", "--draft-nodes", "0", "x"], "at least 1"),
+        (["generate", "--max-batch", "0", "x"], "at least 1"),
+        (["generate", "--memory-fraction", "1.1", "x"], "up to 1"),
+        (["chat", "--memory-fraction", "0"], "above 0"),
         (["generate", "one", "two"], "two"),
         (["genrate", "x"], "genrate"),
         ([], "COMMAND"),
@@ -208,6 +213,32 @@ def test_bad_flags(capsys, arguments, said):
     with pytest.raises(SystemExit) as left:
         cli.main(arguments)
     assert left.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_memory_flags_reach_the_library(monkeypatch, capsys):
+    asked = {}
+
+    def llm(model, **options):
+        asked.update(options)
+        raise ConfigError("enough seen")
+
+    monkeypatch.setattr("boleinfer.llm.LLM", llm)
+    flags = ["--max-batch", "3", "--max-rows", "64", "--page-size", "32", "--memory-fraction", "0.5", "-c", "99"]
+    assert cli.main(["generate", *flags, "x"]) == 2 and "enough seen" in capsys.readouterr().err
+    found = {name: asked[name] for name in ("max_batch", "max_rows", "page_size", "memory_fraction", "max_model_len")}
+    assert found == {"max_batch": 3, "max_rows": 64, "page_size": 32, "memory_fraction": 0.5, "max_model_len": 99}
+    asked.clear()
+    assert cli.main(["generate", "x"]) == 2
+    assert asked["max_model_len"] is None and not {"max_batch", "max_rows", "memory_fraction"} & set(asked)
+
+
+def test_warnings_are_one_line(fake, capsys, monkeypatch):
+    def warns(i):
+        warnings.warn("the context shrinks", stacklevel=1)
+
+    fake.before_piece = warns
+    assert cli.main(["generate", "-q", "x"]) == 0
+    assert capsys.readouterr().err == "boleinfer: the context shrinks\n"
 
 
 def test_no_prompt_at_a_terminal(fake, stdin, capsys):

@@ -12,10 +12,11 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from boleinfer.hub import HubError, load_model_files
+from boleinfer.hub import HubError, load_headers, load_model_files
 
 ROOT = Path(__file__).resolve().parent.parent
 SHA, OLD = "a" * 40, "b" * 40
@@ -67,6 +68,60 @@ def test_a_file_is_not_a_model(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"")
     with pytest.raises(HubError, match="is a file; give the folder"):
         load_model_files(tmp_path / "model.gguf")
+
+
+# ---- headers alone ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def far(monkeypatch, tmp_path):
+    """A hub whose library is asked for nothing but what is noted in the list."""
+    import huggingface_hub
+
+    asked = []
+
+    def snapshot(name, allow_patterns, **more):
+        asked.append(allow_patterns)
+        return str(tmp_path)
+
+    def metadata(name, revision, token):
+        asked.append((name, revision, token))
+        tensor = SimpleNamespace(dtype="BF16", shape=[2, 3])
+        files = {file: SimpleNamespace(tensors={name: tensor}) for file, name in (("1", "a"), ("2", "b"))}
+        return SimpleNamespace(files_metadata=files)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", metadata)
+    monkeypatch.setattr("boleinfer.hub._snapshot", lambda *arguments: None)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    return asked
+
+
+def test_headers_are_read_without_fetching_the_weights(far, tmp_path):
+    folder, headers = load_headers("owner/name", "v1", TOKEN)
+    assert folder == tmp_path and headers == {"a": ("BF16", (2, 3)), "b": ("BF16", (2, 3))}
+    assert far == [["*.json", "*.jinja"], ("owner/name", "v1", TOKEN)]
+
+
+def test_headers_that_cannot_be_read(far, monkeypatch):
+    import huggingface_hub
+
+    def broken(*arguments, **named):
+        raise ConnectionError(f"no route, {TOKEN}")
+
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", broken)
+    with pytest.raises(HubError, match="cannot be reached") as error:
+        load_headers("owner/name", token=TOKEN)
+    assert TOKEN not in str(error.value)
+
+
+def test_headers_of_what_is_here_come_from_the_files(far, tmp_path, monkeypatch):
+    assert load_headers(tmp_path) == (tmp_path, None)
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.setattr("boleinfer.hub._snapshot", lambda *arguments: tmp_path)
+    assert load_headers("owner/name") == load_headers("owner/name", offline=True) == (tmp_path, None)
+    assert far == []
 
 
 # ---- the cache, offline ----------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ import pytest
 
 from boleinfer import cli
 from boleinfer.config import read_config
-from boleinfer.info import Memory
 from boleinfer.llm import BUNDLED
+from boleinfer.memory_plan import Memory
 from boleinfer.published import PUBLISHED
 from boleinfer.state import State
 from tests.published import stored
@@ -17,13 +17,13 @@ from tests.published import stored
 ITEM = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
 
 
-def hollow(folder, name):
+def hollow(folder, name, **kind):
     """A checkpoint of a published size whose data are holes: full headers, no bytes on disk."""
     (folder / "config.json").write_text(json.dumps(PUBLISHED[name]))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(BUNDLED / file, folder)
     header, at = {}, 0
-    for tensor, (dtype, shape) in stored(read_config(folder), wrapper="language_model.").items():
+    for tensor, (dtype, shape) in stored(read_config(folder), wrapper="language_model.", **kind).items():
         end = at + ITEM[dtype] * math.prod(shape)
         header[tensor], at = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}, end
     head = json.dumps(header).encode()
@@ -91,3 +91,37 @@ def test_active_parameters_of_a_mixture(tmp_path, capsys):
 def test_end_tokens_are_shown(capsys):
     assert cli.main(["info"]) == 0
     assert "<|endoftext|>" in capsys.readouterr().out
+
+
+def test_published_sizes_need_no_files(capsys):
+    assert cli.main(["info", "--random-weights", "Qwen3.5-27B-fp8", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    gpu = facts["gpu"]
+    assert facts["parameters"] / 1e9 == pytest.approx(27.3, abs=0.1) and facts["stored_bytes"] == 0
+    assert gpu["state_bytes"] == facts["state_bytes"] == 144 << 20
+    assert 2 * gpu["kv_bytes_per_token"] == facts["kv_bytes_per_token"]
+    assert gpu["weight_bytes"] < 0.3 * facts["weight_bytes"]
+    assert gpu["total_bytes"] == sum(gpu["plan_bytes"].values())
+    assert cli.main(["info", "--random-weights", "qwen3.5-9b"]) == 0
+    out = capsys.readouterr().out
+    for part in ("CPU (float32)", "GPU (bf16)", "a GPU with 8 requests of 8192 tokens", "weights on disk    none"):
+        assert part in out, out
+
+
+def test_fp8_stays_fp8_in_the_plan(tmp_path, capsys):
+    """Factors are k and convolution inputs in bf16, u and g in float32."""
+    hollow(tmp_path, "Qwen3.5-0.8B", fp8=True)
+    assert cli.main(["info", str(tmp_path), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    gpu, n = facts["gpu"], facts["parameters"]
+    assert facts["stored_types"] == ["BF16", "F8_E4M3"]
+    embedding = 248320 * 1024
+    assert n + embedding < gpu["weight_bytes"] < 1.05 * (n + embedding)
+    keys = values = 16 * 128
+    assert gpu["factor_bytes_per_node"] == 18 * (2 * keys + 4 * (values + 16) + 2 * (2 * keys + values))
+
+
+@pytest.mark.parametrize("arguments", [["--random-weights", "qwen3.5-1b"], ["x", "--random-weights", "qwen3.5-9b"]])
+def test_what_info_cannot_show(capsys, arguments):
+    assert cli.main(["info", *arguments]) == 2
+    assert "boleinfer: " in capsys.readouterr().err

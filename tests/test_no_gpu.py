@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from boleinfer import kernels
+from boleinfer import kernels, nvrtc
 from boleinfer.kernels import ToolchainError, launch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,3 +77,15 @@ def test_f51_a_gpu_that_is_too_old(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy(13000, 1, "75"))
     with pytest.raises(ToolchainError, match=r"GPU 0 is of architecture 75; the kernels need 80 \(Ampere\)"):
         kernels.Gpu().arch(0)
+
+
+def test_f51_usable_means_that_kernels_can_be_compiled_too(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(13000, 1))
+    monkeypatch.setattr(kernels, "open_gpu", kernels.Gpu)
+    monkeypatch.setattr(kernels.Gpu, "device", lambda self: 0)
+    tools = nvrtc.Toolchain((13, 0), Path("/headers"), (13, 0), (80, 90))
+    monkeypatch.setattr(nvrtc, "toolchain", lambda: tools)
+    assert kernels.usable() == "90"
+    monkeypatch.setattr(nvrtc, "toolchain", lambda: tools._replace(archs=(80,)))
+    with pytest.raises(ToolchainError, match="cannot compile for sm_90"):
+        kernels.usable()
