@@ -108,7 +108,7 @@ class CudaExecutor:
         return [self._outcome(frame, b, w, emitted) for b, (w, emitted) in enumerate(zip(works, results))]
 
     def repeat(self, rows: int) -> None:
-        """Queues the last step of so many rows again, as the GPU stands now: for measuring, on requests to be dropped."""
+        """Queues the last step of so many rows again, as the GPU stands now; to measure, on requests to be dropped."""
         frame = self._frame(rows)
         self.runner.run(frame.inputs.rows, lambda: self._step(frame))
 

@@ -170,7 +170,7 @@ def _blas(x: Array, w: Array, out: Array) -> bool:
 
 
 def gemm(x: Array, w: Array, out: Array) -> None:
-    """out = x w^T by cuBLAS, on the current stream: bf16 x [R, Din], perhaps with rows further apart, and w [Dout, Din].
+    """out = x w^T by cuBLAS, on the current stream: bf16 x [R, Din], rows perhaps further apart, and w [Dout, Din].
 
     Only where cuBLAS is installed."""
     cupy, cublas = _cublas()
