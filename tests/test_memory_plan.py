@@ -4,6 +4,7 @@ import contextlib
 import re
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from boleinfer.device_step import Slots
 from boleinfer.draft.base import Limits
 from boleinfer.draft.device import DeviceDrafter
 from boleinfer.engine import Engine
+from boleinfer.graphs import Eager, Graphs
 from boleinfer.llm import BUNDLED
 from boleinfer.memory_plan import PAGE, RESERVE, Needs, fit, plan
 from boleinfer.published import published
@@ -89,6 +91,8 @@ def test_f50_a_prompt_at_full_batch_stays_within_the_plan(monkeypatch, tmp_path,
     act, source = device.dtype(dtype), backend.Source(tmp_path)
     needed = backend.needs(config, source, o, "auto", act, True)
     p = plan(needed, o)
+    reserved = []
+    monkeypatch.setattr(Eager, "reserve", lambda self, nbytes: reserved.append(nbytes))
     with emulated(), counted(monkeypatch) as alive:
         allowed = np.ones(config.vocab_size, bool)
         executor = backend.load_cuda(config, source, o, "auto", act, allowed, needed, None)
@@ -100,6 +104,7 @@ def test_f50_a_prompt_at_full_batch_stays_within_the_plan(monkeypatch, tmp_path,
         loaded, alive[1] = alive[0], 0
         finish(engine, [request_of(ids, SamplingParams(temperature=0, max_tokens=6), 100) for ids in prompts])
         planned = memory_plan.workspace(needed, o)
+        assert reserved == [memory_plan.pool_bytes(needed, o)] and reserved[0] < planned
         assert planned / 3 < alive[1] - loaded <= planned
         del engine, executor
 
@@ -278,6 +283,28 @@ def test_the_default_context_shrinks_with_a_warning(small_gpu, monkeypatch):
     assert 1024 <= given.value.args[0] < 1040 and given.value.args[1] == 256
 
 
+def test_graphs_reserve_one_piece_of_their_own_pool(monkeypatch):
+    """On the stream of the steps, and given back at once, so that all of them share it."""
+    events = []
+
+    @contextlib.contextmanager
+    def entered(what):
+        events.append(f"{what} on")
+        yield
+        events.append(f"{what} off")
+
+    pool = SimpleNamespace(malloc="pool")
+    cuda = SimpleNamespace(
+        Stream=lambda non_blocking: entered("stream"),
+        MemoryPool=lambda: pool,
+        using_allocator=lambda allocate: entered(allocate),
+    )
+    monkeypatch.setattr(device, "cupy", lambda: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(device, "empty", lambda shape, dtype: events.append((shape, dtype)))
+    Graphs().reserve(77)
+    assert events == ["stream on", "pool on", ((77,), np.uint8), "pool off", "stream off"]
+
+
 def test_memory_that_runs_out_after_all_is_a_config_error(monkeypatch):
     o = backend.Options(64, max_batch=1, max_rows=8)
     needed = backend.needs(read_config(BUNDLED), backend.Source(BUNDLED), o, "auto", BF16, True)
@@ -291,8 +318,6 @@ def test_memory_that_runs_out_after_all_is_a_config_error(monkeypatch):
 
 
 def test_a_gpu_that_cannot_be_used_is_a_toolchain_error(monkeypatch):
-    from types import SimpleNamespace
-
     class CUDARuntimeError(RuntimeError):
         pass
 
