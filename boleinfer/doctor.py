@@ -19,7 +19,7 @@ from boleinfer.memory_plan import size
 from boleinfer.ops import norms, relative_error
 
 _OLDEST_CUPY = 14
-_TIMED_BYTES, _TIMED_RUNS = 512 << 20, 10
+_TIMED_BYTES, _TIMED_RUNS = 512 << 20, 20
 _PACKAGES = ("numpy", "ml_dtypes", "safetensors", "tokenizers", "huggingface_hub", "jinja2")
 _UPDATE = "update the NVIDIA driver to 580 or newer"
 
@@ -244,7 +244,7 @@ def _memory() -> Finding:
 
 
 def _self_test() -> Finding:
-    """A kernel compiled, run and compared with its definition, and how fast it moves memory."""
+    """A kernel compiled, run and compared with its definition, and how fast memory is read."""
     rng, eps = np.random.default_rng(0), 1e-6
     x, w = rng.standard_normal((33, 320), np.float32), rng.standard_normal(320, np.float32)
     try:
@@ -258,24 +258,26 @@ def _self_test() -> Finding:
     except Exception as problem:  # whatever CUDA says is what has to be shown
         remedy = "run: boleinfer check --device cuda, and report what it says"
         return Finding("self-test", f"{type(problem).__name__}: {str(problem).splitlines()[0]}", remedy)
-    return Finding("self-test", f"rms_norm is right ({first_s:.2f} s with compiling); it moves {rate / 1e9:.0f} GB/s")
+    return Finding(
+        "self-test", f"rms_norm is right ({first_s:.2f} s with compiling); memory gives {rate / 1e9:.0f} GB/s"
+    )
 
 
 def bytes_per_s(nbytes: int) -> float:
-    """Bytes that rms_norm reads and writes in a second, roughly, over an array of this size."""
-    rows = max(1, nbytes // (2 * 8192))
-    x, w = device.empty((rows, 8192), device.dtype("bf16")), device.upload(np.zeros(8192, np.float32))
+    """Bytes that a kernel reads in a second, roughly, of an array of this size."""
+    groups, blocks = max(1, nbytes // 16), min(2048, -(-nbytes // 4096))
+    x, out = device.empty(4 * groups, np.uint32), device.empty(8 * blocks, np.uint32)
     device.fill(x, 0)
 
     def run(times: int) -> float:
         start = time.perf_counter()
         for _ in range(times):
-            out = norms.rms_norm(x, w, 1e-6)
-        device.download(out[:1])  # waits
+            kernels.launch("read_bandwidth.cu", "read_bandwidth", blocks, 256, {"x": x, "out": out, "Groups": groups})
+        device.download(out)  # waits
         return time.perf_counter() - start
 
     run(2)
-    return _TIMED_RUNS * 2 * x.nbytes / run(_TIMED_RUNS)
+    return _TIMED_RUNS * x.nbytes / run(_TIMED_RUNS)
 
 
 def _from(check: str, error: Exception) -> Finding:
