@@ -89,6 +89,13 @@ __device__ __forceinline__ Pack<T, N> load_once(const T* p) {
   return pack;
 }
 
+// Starts bringing the 32 bytes at p, and their neighbours as the device likes, from memory into L2.
+__device__ __forceinline__ void prefetch(const void* p) {
+#ifndef EMULATED
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p)));
+#endif
+}
+
 template <int N, class T>
 __device__ __forceinline__ void store(T* p, const Pack<T, N>& pack) {
   if constexpr (sizeof(pack) % 16 == 0) {

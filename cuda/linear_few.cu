@@ -55,7 +55,6 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP, 2) linear_few(
     int Din,
     int Dout)
 {
-  after_previous();
   __shared__ float part[MOST_WARPS][8 * 16];  // [warp][row][feature]
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
   const int splits = blockDim.x / (WARPS_OF_K * WARP), width = split_width(Din, splits);
@@ -69,6 +68,11 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP, 2) linear_few(
   const Wt* high = w + min(feature + g + 8, Dout - 1ll) * Din + own_k;
   const bf16* row = x + (long long)min(8 * (int)blockIdx.y + g, R - 1) * Ldx + own_k;
   const float* scales = scale + feature / SCALED * ((Din + SCALED - 1) / SCALED) + k / SCALED;
+
+  // the first weights come from memory while x is still being made: a lane's row of one of DEPTH chunks
+  static_assert(DEPTH * 16 == WARP);
+  if (const int at = k + lane / 16 * STEP; at < end) prefetch(w + min(feature + lane % 16, Dout - 1ll) * Din + at);
+  after_previous();
 
   // sum = the chunks of this warp in order of k
   float sum[4] = {};

@@ -49,8 +49,8 @@ struct Copies {
     w_to = threadIdx.x, x_to = x_word(c, row, u);
   }
 
-  // Starts the copies of the stage whose first chunk begins at k.
-  __device__ __forceinline__ void start(uint4* stage, int k) const {
+  // Start the copies of the stage whose first chunk begins at k.
+  __device__ __forceinline__ void start_w(uint4* stage, int k) const {
 #pragma unroll
     for (int f = 0; f < FEATURES; f += W_ROWS) {
 #pragma unroll
@@ -59,6 +59,8 @@ struct Copies {
         cp_async16(stage + w_to + (c * FEATURES + f) * 4, w + (long long)f * Din + k + c * CHUNK, valid);
       }
     }
+  }
+  __device__ __forceinline__ void start_x(uint4* stage, int k) const {
 #pragma unroll
     for (int row = 0; row < ROWS; row += X_ROWS) {
 #pragma unroll
@@ -139,7 +141,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_rows(
     int Splits,
     int Tickets)
 {
-  after_previous();
   extern __shared__ uint4 ring[];
   const int groups = (R + ROWS - 1) / ROWS, row = blockIdx.x % groups * ROWS, tile = blockIdx.x / groups;
   const int warp = threadIdx.x / WARP, c = warp % WARPS_OF_K, m = warp / WARPS_OF_K;
@@ -153,7 +154,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_rows(
   const auto start = [&](int s) { return begin + s / PIECES * STEP + s % PIECES * 32; };
 #pragma unroll
   for (int s = 0; s < Stages - 1; s++) {
-    if (s < stages) copies.start(ring + s * STAGE_WORDS, start(s));
+    if (s < stages) copies.start_w(ring + s * STAGE_WORDS, start(s));
+  }
+  after_previous();
+#pragma unroll
+  for (int s = 0; s < Stages - 1; s++) {
+    if (s < stages) copies.start_x(ring + s * STAGE_WORDS, start(s));
     cp_async_commit();
   }
   float sum[SLABS][Tiles][4] = {};
@@ -163,7 +169,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_rows(
     const float factor = PIECES == 1 && chunk < end ? scales[chunk / SCALED] : 0.0f;
     cp_async_wait<Stages - 2>();
     __syncthreads();
-    if (s + Stages - 1 < stages) copies.start(ring + (s + Stages - 1) % Stages * STAGE_WORDS, start(s + Stages - 1));
+    if (const int next = s + Stages - 1; next < stages) {
+      copies.start_w(ring + next % Stages * STAGE_WORDS, start(next));
+      copies.start_x(ring + next % Stages * STAGE_WORDS, start(next));
+    }
     cp_async_commit();
     if (chunk < end) multiply(sum, ring + s % Stages * STAGE_WORDS, c, m, factor);
   }

@@ -63,7 +63,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Wt) == 2 ? 2 : 1) l
     int Din,
     int Dout)
 {
-  after_previous();
   extern __shared__ uint4 ring[];
   // blocks run through the row tiles of a band first, then through the features, then through the bands
   const int row_tiles = (R + SIDE - 1) / SIDE, columns = (Dout + SIDE - 1) / SIDE;
@@ -77,14 +76,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Wt) == 2 ? 2 : 1) l
   const float* scales = scale + (long long)column * ((Din + SCALED - 1) / SCALED);
 
   const int stages = (Din + DEPTH - 1) / DEPTH;
-  const auto fetch = [&](int s) {
-    uint4* to = ring + s % Stages * STAGE_WORDS;
-    copy_tile<bf16, X_UNITS>(to, x, Ldx, s * DEPTH, Din, R - row);
-    copy_tile<Wt, W_UNITS>(to + X_WORDS, w, Din, s * DEPTH, Din, Dout - feature);
+  const auto fetch_w = [&](int s) {
+    copy_tile<Wt, W_UNITS>(ring + s % Stages * STAGE_WORDS + X_WORDS, w, Din, s * DEPTH, Din, Dout - feature);
+  };
+  const auto fetch_x = [&](int s) {
+    copy_tile<bf16, X_UNITS>(ring + s % Stages * STAGE_WORDS, x, Ldx, s * DEPTH, Din, R - row);
   };
 #pragma unroll
   for (int s = 0; s < Stages - 1; s++) {
-    if (s < stages) fetch(s);
+    if (s < stages) fetch_w(s);
+  }
+  after_previous();
+#pragma unroll
+  for (int s = 0; s < Stages - 1; s++) {
+    if (s < stages) fetch_x(s);
     cp_async_commit();
   }
   float sum[ROW_TILES][FEATURE_TILES][4] = {}, scaled[ROW_TILES][FEATURE_TILES][4] = {};
@@ -92,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Wt) == 2 ? 2 : 1) l
   for (int s = 0; s < stages; s++) {
     cp_async_wait<Stages - 2>();
     __syncthreads();
-    if (s + Stages - 1 < stages) fetch(s + Stages - 1);
+    if (s + Stages - 1 < stages) fetch_w(s + Stages - 1), fetch_x(s + Stages - 1);
     cp_async_commit();
     const uint4* stage = ring + s % Stages * STAGE_WORDS;
     multiply(sum, stage + (a + g) * X_UNITS, stage + X_WORDS + (b + g) * W_UNITS, t);
