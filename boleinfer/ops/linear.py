@@ -83,7 +83,10 @@ MOST_TICKETS = 4096  # more than those blocks, for each group of 32 rows
 
 
 def _linear_gpu(x: Array, w: Array | Fp8, dtype: Any) -> Array:
-    """The kernel by types, alignment and number of rows; nothing else decides."""
+    """The kernel by types, alignment and number of rows; nothing else decides.
+
+    The kernels read w before the kernels queued earlier are done: whatever makes weights is waited for once, at load.
+    """
     bits, scale = (w.bits, w.scale) if isinstance(w, Fp8) else (w, None)
     (R, Din), Dout = x.shape, bits.shape[0]
     out = device.empty((R, Dout), dtype)
