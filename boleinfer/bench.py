@@ -21,9 +21,9 @@ import boleinfer
 from boleinfer.draft import NAMES, make_drafter
 from boleinfer.llm import BUNDLED, LLM
 from boleinfer.ops.linear import linear
-from boleinfer.options import UsageError
 from boleinfer.params import SamplingParams
 from boleinfer.provenance import provenance
+from boleinfer.results import output_file, write
 
 SEED = 20
 FIRST_TOKEN = "from boleinfer.cli import main; main(['generate', '-q', '-n', '1', 'def fibonacci(n):'])"
@@ -32,7 +32,8 @@ Product = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 def bench_cpu(args: argparse.Namespace) -> int:
     """Exit status of the command: 1 when a drafter changed a token. Writes the result file of a full run."""
-    output, origin = _output_file(args), provenance()  # of the sources that are about to run
+    output = output_file(args, "cpu.json", quick=args.prompts is not None)
+    origin = provenance()  # of the sources that are about to run
     held_out = json.loads((BUNDLED / "heldout_prompts.json").read_text(encoding="utf-8"))
     prompts = [entry["text"] for entry in held_out[: args.prompts]]
     llm = LLM(args.model)
@@ -70,10 +71,7 @@ def bench_cpu(args: argparse.Namespace) -> int:
         "modes": {mode: summary(runs, median(matvec_s)) for mode, runs in results.items()},
     }
     print(table(record))
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        print(f"written to {output}", file=sys.stderr)
+    write(record, output)
     return 0 if all(runs["same_tokens"] for mode in record["modes"].values() for runs in mode.values()) else 1
 
 
@@ -121,14 +119,19 @@ def decode_matrices(llm: LLM) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 def process_s(code: str, repeats: int = 5) -> float:
     """Median seconds of a fresh Python process that runs `code`, less those of one that runs nothing."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(boleinfer.__file__).parent.parent)}
     seconds: dict[str, list[float]] = {code: [], "": []}
     for _ in range(repeats):
         for source, times in seconds.items():
-            start = time.perf_counter()
-            subprocess.run([sys.executable, "-c", source], env=environment, check=True, stdout=subprocess.DEVNULL)
-            times.append(time.perf_counter() - start)
+            times.append(run_python(source)[0])
     return median(seconds[code]) - median(seconds[""])
+
+
+def run_python(code: str, **environment: str) -> tuple[float, str]:
+    """Seconds of a fresh Python process from its start to its end, and what it printed."""
+    everything = {**os.environ, "PYTHONPATH": str(Path(boleinfer.__file__).parent.parent), **environment}
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], env=everything, check=True, stdout=subprocess.PIPE, text=True)
+    return time.perf_counter() - start, done.stdout
 
 
 def whole_matrices(matrices: list[tuple[np.ndarray, np.ndarray]]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -216,15 +219,3 @@ def markdown(record: dict[str, Any]) -> str:
                 f"{run['tokens_per_step']:.2f} | {run['matvec_share']:.0%} |"
             )
     return "\n".join(lines)
-
-
-def _output_file(args: argparse.Namespace) -> Path | None:
-    """Where to write; None for a quick look, which is no result to keep."""
-    if args.output is not None:
-        return Path(args.output)
-    if args.prompts is not None:
-        return None
-    root = Path(boleinfer.__file__).parent.parent
-    if not (root / "pyproject.toml").is_file():
-        raise UsageError("this is no checkout, so there is no benchmarks/results to write into; name a file with -o")
-    return root / "benchmarks" / "results" / "cpu.json"

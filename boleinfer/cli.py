@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from boleinfer import __version__
+from boleinfer.bench_flags import EXAMPLES as _BENCH
+from boleinfer.bench_flags import add_bench_commands
 from boleinfer.options import UsageError, add_hub_flags, add_model_flags, add_run_flags, add_sampling_flags, count
 
 OK, FAILED, MISTAKE, INTERRUPTED = 0, 1, 2, 130
@@ -67,11 +69,6 @@ examples:
   boleinfer kernels rms --arch 90 --json     only files whose name contains rms, for an H100 or H200
 
 A kernel whose registers spill to memory fails the command, unless its file gives the reason (// spills: why).
-"""
-_BENCH = """\
-examples:
-  boleinfer bench cpu                              all prompts; writes benchmarks/results/cpu.json
-  boleinfer bench cpu --prompts 2 --repeats 1      a quick look
 """
 
 
@@ -139,20 +136,7 @@ def build_parser() -> argparse.ArgumentParser:
     kernels.add_argument("-j", "--jobs", type=count, metavar="N", help="compile in N processes (default: all cores)")
     kernels.set_defaults(run=_run_kernels)
 
-    bench = command("bench", "measure speed on this machine", _BENCH)
-    bench.add_argument(
-        "what", choices=["cpu"], help="cpu: plain decoding, every drafter, and the weights' products alone"
-    )
-    bench.add_argument("-m", "--model", metavar="MODEL", help="folder or hub id (default: the bundled model)")
-    bench.add_argument(
-        "-n", "--max-tokens", type=count, default=128, metavar="N", help="tokens a prompt (default: 128)"
-    )
-    bench.add_argument("--prompts", type=count, metavar="N", help="only the first N prompts")
-    bench.add_argument(
-        "--repeats", type=count, default=3, metavar="N", help="runs of which the median counts (default: 3)"
-    )
-    bench.add_argument("-o", "--output", metavar="FILE", help="default: benchmarks/results/cpu.json of this checkout")
-    bench.set_defaults(run=_run_bench)
+    add_bench_commands(command("bench", "measure speed on this machine", _BENCH))
     return parser
 
 
@@ -251,9 +235,3 @@ def _run_kernels(args: argparse.Namespace) -> int:
     from boleinfer.kernel_report import kernels
 
     return kernels(args.arch.split(","), args.names, args.json, args.jobs)
-
-
-def _run_bench(args: argparse.Namespace) -> int:
-    from boleinfer.bench import bench_cpu
-
-    return bench_cpu(args)

@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from boleinfer import bench, cli, provenance
+from boleinfer import bench, cli, provenance, results
 from boleinfer.llm import LLM
+from boleinfer.options import UsageError
 
 
 @pytest.fixture
@@ -47,12 +48,12 @@ def test_a_drafter_that_changes_a_token_fails_the_run(quick, monkeypatch, capsys
 def test_a_quick_look_writes_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(bench.boleinfer, "__file__", str(tmp_path / "boleinfer" / "__init__.py"))
     args = cli.build_parser().parse_args(["bench", "cpu", "--prompts", "1"])
-    assert bench._output_file(args) is None
+    assert results.output_file(args, "cpu.json", quick=True) is None
     args = cli.build_parser().parse_args(["bench", "cpu"])
-    with pytest.raises(bench.UsageError, match="-o"):  # installed, not a checkout
-        bench._output_file(args)
+    with pytest.raises(UsageError, match="-o"):  # installed, not a checkout
+        results.output_file(args, "cpu.json", quick=False)
     (tmp_path / "pyproject.toml").touch()
-    assert bench._output_file(args) == tmp_path / "benchmarks" / "results" / "cpu.json"
+    assert results.output_file(args, "cpu.json", quick=False) == tmp_path / "benchmarks" / "results" / "cpu.json"
 
 
 def test_every_decoding_weight_is_multiplied_once():

@@ -172,6 +172,11 @@ def _blas(x: Array, w: Array, out: Array) -> bool:
     return True
 
 
+def has_cublas() -> bool:
+    """Whether cuBLAS is installed."""
+    return _cublas()[1] is not None
+
+
 def gemm(x: Array, w: Array, out: Array) -> None:
     """out = x w^T by cuBLAS, on the current stream: bf16 x [R, Din], rows perhaps further apart, and w [Dout, Din].
 

@@ -1,0 +1,251 @@
+"""`boleinfer bench decode` and `bench verify`: whole steps of published shapes, random weights, on the current GPU.
+
+Requests are driven by hand through the engine, so that prompts, steps and replays are timed apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Any, cast
+
+import numpy as np
+
+from boleinfer import bench_tables, timing
+from boleinfer.cuda_executor import CudaExecutor
+from boleinfer.device import Fp8
+from boleinfer.draft.base import Drafter
+from boleinfer.draft.scripted import ScriptedDrafter
+from boleinfer.forest import Tree
+from boleinfer.graphs import Eager, Graphs
+from boleinfer.llm import LLM
+from boleinfer.memory_plan import FLOAT, Memory, envelopes
+from boleinfer.params import SamplingParams
+from boleinfer.provenance import gpu_provenance
+from boleinfer.request import Request
+from boleinfer.results import output_file, write
+from boleinfer.sampling import Sampler
+from boleinfer.state import GDNLayer
+
+DECODE_SIZES = ("qwen3.5-0.8b", "qwen3.5-2b", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b")
+VERIFY_SIZES = ("qwen3.5-0.8b", "qwen3.5-9b", "qwen3.5-27b")
+VERIFY_ROWS = (1, 8, 16, 32, 64, 128)
+STEPS, WARM, COMPARED = 64, 8, 16  # timed steps, steps before them, tokens compared with launching one by one
+REPLAYS = 33  # of a graph between two events: as many as a ring of 32 needs to be folded once
+ROUNDS = 3
+PROMPT = 1024
+
+
+def bench_decode(args: argparse.Namespace) -> int:
+    """Exit status of the command: 1 when a graph gave other tokens than its kernels launched one by one."""
+    sizes, batches = args.random_weights or DECODE_SIZES, args.batch or (1,)
+    output = output_file(args, "decode.json", quick=bool(args.random_weights or args.batch))
+    record = _record("plain decoding, random weights; a step as the engine runs it, and its graph alone")
+    for size in sizes:
+        llm = load(size, args.prompt, max_batch=max(8, *batches))
+        for batch in batches:
+            record["rows"].append(decode_row(llm, size, batch, args.prompt, record["read_gb_s"]))
+            print(f"{size} at batch {batch}: {record['rows'][-1]['ms']:.2f} ms", file=sys.stderr)
+            write(record, output, note=False)
+        del llm
+        gc.collect()
+    print(bench_tables.decode(record))
+    write(record, output)
+    return 0 if all(row["same_tokens"] for row in record["rows"]) else 1
+
+
+def bench_verify(args: argparse.Namespace) -> int:
+    """Exit status of the command."""
+    sizes, counts = args.random_weights or VERIFY_SIZES, args.rows or VERIFY_ROWS
+    output = output_file(args, "verify.json", quick=bool(args.random_weights or args.rows))
+    record = _record("one request's tree of so many nodes, none accepted, against a step of one row")
+    for size in sizes:
+        record["rows"] += verify_rows(size, counts, args.prompt)
+        print(f"{size}: {len(counts)} sizes of trees", file=sys.stderr)
+        write(record, output, note=False)
+        gc.collect()
+    print(bench_tables.verify(record))
+    write(record, output)
+    return 0
+
+
+def _record(what: str) -> dict[str, Any]:
+    return {"what": what, **gpu_provenance(), "read_gb_s": timing.read_gb_s(), "rows": []}
+
+
+def load(
+    size: str, prompt: int, max_batch: int = 8, draft: str | Drafter = "none", draft_nodes: int = 8, graphs: bool = True
+) -> LLM:
+    """A published size with random weights, and room for everything that is done here to a request."""
+    room = prompt + 4 * (WARM + STEPS + ROUNDS * REPLAYS)
+    return LLM(
+        device="cuda",
+        random_weights=size,
+        draft=draft,
+        draft_nodes=draft_nodes,
+        max_batch=max_batch,
+        max_model_len=room,
+        graphs=graphs,
+    )
+
+
+# ---- driving the engine ----------------------------------------------------------------------------------------------
+
+
+def read_prompts(llm: LLM, count: int, length: int, seed: int = 0) -> tuple[list[Request], float]:
+    """Greedy requests with random prompts that go on as long as there is room; seconds until each has a token."""
+    rng = np.random.default_rng(seed)
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    allowed = llm.tokenizer.valid_ids(llm.config.vocab_size)
+    requests = []
+    for tokens in rng.integers(0, llm.config.vocab_size, (count, length)).tolist():
+        sampler = Sampler(params, seed, 0, tokens, frozenset(), allowed)
+        requests.append(Request(tokens, params, sampler, llm.max_model_len, frozenset()))
+    began = time.perf_counter()
+    for request in requests:
+        llm.engine.add(request)
+    while any(not request.stats.generated_tokens for request in requests):
+        llm.engine.step()
+    return requests, time.perf_counter() - began
+
+
+def step_s(llm: LLM, steps: int) -> list[float]:
+    """Wall seconds of each of the next steps."""
+    seconds = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        llm.engine.step()
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def drop(llm: LLM, requests: Sequence[Request]) -> None:
+    """Ends the requests."""
+    for request in requests:
+        llm.engine.drop(request)
+
+
+def graph_ms(llm: LLM, rows: int, repeats: int = REPLAYS) -> float:
+    """Milliseconds of the GPU for the last step again, which had so many rows; its requests may only be dropped then,
+    or go on decoding: the GPU has tokens of which the host does not know."""
+    executor = executor_of(llm)
+    with executor.runner.on():
+        return timing.event_ms(lambda: executor.repeat(rows), repeats, ROUNDS)
+
+
+@contextlib.contextmanager
+def one_by_one(llm: LLM) -> Iterator[None]:
+    """Inside it the kernels of a step are launched from Python."""
+    executor = executor_of(llm)
+    kept, executor.runner = executor.runner, Eager()
+    try:
+        yield
+    finally:
+        executor.runner = kept
+
+
+def executor_of(llm: LLM) -> CudaExecutor:
+    """The executor of a model that was loaded on the GPU."""
+    return cast(CudaExecutor, llm.engine.executor)
+
+
+# ---- rows of the results ---------------------------------------------------------------------------------------------
+
+
+def decode_row(llm: LLM, size: str, batch: int, prompt: int, read_gb_s: float) -> dict[str, Any]:
+    """One batch of one shape."""
+    requests, _ = read_prompts(llm, batch, prompt)  # compiles and captures
+    drop(llm, requests)
+    requests, prefill_s = read_prompts(llm, batch, prompt)
+    step_s(llm, WARM)
+    runner = executor_of(llm).runner
+    replays = runner.replays if isinstance(runner, Graphs) else 0
+    ms = 1e3 * median(step_s(llm, STEPS))
+    captured = isinstance(runner, Graphs) and runner.replays == replays + STEPS
+    context = float(np.mean([r.committed for r in requests])) - STEPS / 2
+    tokens = [r.generated[:COMPARED] for r in requests]
+    alone_ms = graph_ms(llm, batch)
+    drop(llm, requests)
+    again, launches = _one_by_one(llm, batch, prompt)
+    nbytes = step_bytes(llm, batch, context)
+    floor_ms = nbytes / read_gb_s / 1e6
+    return {
+        "shape": size,
+        "dtype": "bfloat16",
+        "batch": batch,
+        "rows": next(rows for rows in envelopes(llm.engine.scheduler.max_rows) if rows >= batch),
+        "context": context,
+        "ms": ms,
+        "graph_ms": alone_ms,
+        "floor_ms": floor_ms,
+        "share": floor_ms / ms,
+        "graph_share": floor_ms / alone_ms,
+        "read_bytes": nbytes,
+        "launches": launches,
+        "captured": captured,
+        "prefill_tokens_per_s": batch * prompt / prefill_s,
+        "same_tokens": again == tokens,
+    }
+
+
+def _one_by_one(llm: LLM, batch: int, prompt: int) -> tuple[list[list[int]], int]:
+    """The first tokens of the same requests without graphs, and the kernels of a step."""
+    with one_by_one(llm):
+        requests, _ = read_prompts(llm, batch, prompt)
+        while any(len(r.generated) < COMPARED for r in requests):
+            llm.engine.step()
+        with timing.recorded() as launches:
+            llm.engine.step()
+        drop(llm, requests)
+    return [r.generated[:COMPARED] for r in requests], len(launches)
+
+
+def verify_rows(size: str, counts: Sequence[int], prompt: int) -> list[dict[str, Any]]:
+    """One shape: trees of each number of nodes, the root included."""
+    rng = np.random.default_rng(1)
+    trees = {n: random_tree(n - 1, rng) for n in counts}
+    nodes = counts[0]
+
+    def tree_of(request: Request) -> Tree:
+        return trees[nodes]
+
+    llm = load(size, prompt, 1, ScriptedDrafter(tree_of), max(1, max(counts) - 1))
+    requests, _ = read_prompts(llm, 1, prompt)
+    found: list[dict[str, Any]] = []
+    for nodes in counts:
+        step_s(llm, 3)
+        ms = 1e3 * median(step_s(llm, STEPS // 4))
+        alone_ms = graph_ms(llm, nodes, REPLAYS // 2)
+        found.append({"shape": size, "rows": nodes, "ms": ms, "graph_ms": alone_ms})
+    drop(llm, requests)
+    for row in found:
+        row["relative"] = row["graph_ms"] / found[0]["graph_ms"]
+        row["relative_wall"] = row["ms"] / found[0]["ms"]
+    return found
+
+
+def random_tree(nodes: int, rng: np.random.Generator) -> Tree:
+    """Random tokens, each below one of the eight before it, the first ones below the root too."""
+    parents = [int(rng.integers(max(-1, i - 8), i)) for i in range(nodes)]
+    return Tree.of(rng.integers(0, 1000, nodes).tolist(), parents)
+
+
+def step_bytes(llm: LLM, batch: int, context: float) -> int:
+    """Bytes that a step of one row a request has to read, each once.
+
+    Weights without the embedding table (a tied one is the head) and the MTP layer, of experts those that so many
+    independent rows choose; states, windows, rings half full, keys and values."""
+    c, nbytes = llm.config, 0.0
+    for name, w in llm.model.weights.items():
+        if name != "embed_tokens" and not name.startswith("mtp."):
+            chosen = 1 - (1 - c.num_experts_per_tok / c.num_experts) ** batch if ".experts." in name else 1
+            nbytes += chosen * (w.bits.nbytes + w.scale.nbytes if isinstance(w, Fp8) else w.nbytes)
+    state = llm.engine.state
+    memory = Memory.of(c, False, state.dtype.itemsize, FLOAT)
+    ring = memory.ring * next(m.ring.g.shape[1] for m in state.layers if isinstance(m, GDNLayer)) / 2
+    return round(nbytes + batch * (memory.state + memory.conv + ring + memory.kv * context))

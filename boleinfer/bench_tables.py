@@ -1,0 +1,117 @@
+"""The results of the GPU's benchmarks as README and docs show them: Markdown of the JSON that stands in a file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Record = dict[str, Any]
+
+
+def decode(record: Record) -> str:
+    """decode.json."""
+    rows = [
+        (
+            r["shape"],
+            r["batch"],
+            f"{r['ms']:.2f}",
+            f"{r['graph_ms']:.2f}",
+            f"{r['floor_ms']:.2f}",
+            f"{r['share']:.0%}",
+            f"{1e3 * r['batch'] / r['ms']:.0f}",
+            r["launches"],
+            f"{r['prefill_tokens_per_s']:,.0f}",
+        )
+        for r in record["rows"]
+    ]
+    context = record["rows"][0]["context"] if record["rows"] else 0
+    titles = (
+        "shape",
+        "batch",
+        "ms a step",
+        "of it the graph",
+        "floor ms",
+        "share",
+        "tokens/s",
+        "kernels",
+        "prompt tok/s",
+    )
+    return (
+        f"{_machine(record)}: plain decoding in bfloat16, random weights, about {context:,.0f} tokens of context. "
+        f"*Floor* is the time to read once what a step must read, at the {record['read_gb_s']:,.0f} GB/s that a kernel "
+        f"which only reads got in the same run; *share* is floor over step.\n\n{_table(titles, rows)}"
+    )
+
+
+def verify(record: Record) -> str:
+    """verify.json: shapes down, rows across."""
+    counts = sorted({r["rows"] for r in record["rows"]})
+    lines = []
+    for shape in dict.fromkeys(r["shape"] for r in record["rows"]):
+        found = {r["rows"]: r for r in record["rows"] if r["shape"] == shape}
+        first = found[min(found)]
+        cells = [f"{found[n]['relative']:.2f}" if n in found else "" for n in counts]
+        lines.append((shape, f"{first['ms']:.2f}", f"{first['graph_ms']:.2f}", *cells))
+    titles = ("shape", "ms, 1 row", "of it the graph", *(f"{n} rows" for n in counts))
+    return (
+        f"{_machine(record)}: a whole step that verifies one request's random tree of so many nodes, its graph's time "
+        f"against that of one row.\n\n{_table(titles, lines)}"
+    )
+
+
+def kernels(record: Record) -> str:
+    """kernels.json, kind by kind."""
+    parts = [f"{_machine(record)}: microseconds, and the share of {record['read_gb_s']:,.0f} GB/s."]
+    if linear := record.get("linear"):
+        counts = sorted({r["R"] for r in linear})
+        lines = []
+        for sizes in dict.fromkeys((r["Dout"], r["Din"]) for r in linear):
+            found = {r["R"]: r for r in linear if (r["Dout"], r["Din"]) == sizes}
+            lines.append((f"{sizes[0]} x {sizes[1]}", *(_beside(found[n]) if n in found else "" for n in counts)))
+        titles = ("linear, beside cuBLAS", *(f"{n} rows" for n in counts))
+        parts.append(_table(titles, lines))
+    if small := record.get("small"):
+        counts = sorted({r["R"] for r in small})
+        lines = [
+            (op, *(f"{r['us']:.1f}" for r in small if r["op"] == op)) for op in dict.fromkeys(r["op"] for r in small)
+        ]
+        parts.append(_table(("between the products", *(f"{n} rows" for n in counts)), lines))
+    for kind, key, title in (("attention", "T", "attention, context"), ("gdn", "B", "gated delta rule, requests")):
+        if measured := record.get(kind):
+            lines = [(r[key], r["N"], f"{r['us']:.1f}", f"{r['floor_us']:.1f}", f"{r['share']:.0%}") for r in measured]
+            parts.append(_table((title, "rows of each", "us", "floor us", "share"), lines))
+    return "\n\n".join(parts)
+
+
+def start(record: Record) -> str:
+    """start.json."""
+    phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in record["phases_s"].items())
+    load, lines = record["load"], []
+    lines.append(("process start to first token, bundled model", f"{record['first_token_s']:.2f} s"))
+    lines.append(("the same when every kernel has to be compiled first", f"{record['first_token_cold_s']:.1f} s"))
+    lines.append(("`from boleinfer import LLM`, beyond Python's own start", f"{record['import_ms']:.0f} ms"))
+    lines.append(
+        (
+            f"loading {load['shape']} ({load['bytes'] / 1e9:.1f} GB) from memory",
+            f"{load['s']:.2f} s, {load['gb_s']:.1f} GB/s, {load['share']:.0%} of a plain copy",
+        )
+    )
+    lines += [(f"installed size, {way['install']}", f"{way['mb']:,.0f} MB") for way in record["install"]]
+    return f"{_machine(record)}; within a warm process, in seconds: {phases}.\n\n{_table(('what', 'takes'), lines)}"
+
+
+FILES = {"decode.json": decode, "verify.json": verify, "kernels.json": kernels, "start.json": start}
+"""Result file -> what shows it."""
+
+
+def _machine(record: Record) -> str:
+    return f"{record['gpu']}, driver {record['driver']}, {record['date'][:10]}"
+
+
+def _beside(r: Record) -> str:
+    cublas = f" / {r['cublas_us']:.1f}" if "cublas_us" in r else ""
+    return f"{r['us']:.1f}{cublas} ({r['share']:.0%})"
+
+
+def _table(titles: Any, rows: Any) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

@@ -1,0 +1,62 @@
+#!/usr/bin/env python3
+"""Puts the tables of benchmarks/results/*.json between their markers in README.md and docs/performance-notes.md.
+
+python tools/fill_tables.py     a result that is shown nowhere yet gets markers at the end of its section
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from boleinfer import bench, bench_tables  # noqa: E402
+
+TABLES = {"cpu.json": bench.markdown, **bench_tables.FILES}
+PAGES = {"kernels.json": ("docs/performance-notes.md", "## Kernels on the GPU (`boleinfer bench kernels`)")}
+README = ("README.md", "## On a GPU")
+BEFORE = "## Where to start reading"  # what a new section of the README is put in front of
+WHAT = {
+    "decode.json": "`boleinfer bench decode`: one request at a time.",
+    "verify.json": "`boleinfer bench verify`: what more rows cost, and so how large a draft may be.",
+    "start.json": "`boleinfer bench start`: start-up and size.",
+    "kernels.json": "Each product as ours / cuBLAS (share of the bandwidth for ours).",
+}
+
+
+def main() -> None:
+    for file, table in TABLES.items():
+        result = ROOT / "benchmarks" / "results" / file
+        if not result.is_file():
+            continue
+        name, section = PAGES.get(file, README)
+        page = ROOT / name
+        shown = table(json.loads(result.read_text(encoding="utf-8")))
+        page.write_text(filled(page.read_text(encoding="utf-8"), file, section, shown), encoding="utf-8")
+        print(f"{file} -> {name}")
+
+
+def filled(text: str, file: str, section: str, shown: str) -> str:
+    """The page with the table between its markers, which are made where they are missing."""
+    block = f"<!-- {file} -->\n{shown}\n\n<!-- end -->"
+    found = re.compile(rf"<!-- {re.escape(file)} -->\n.*?<!-- end -->", re.DOTALL)
+    if found.search(text):
+        return found.sub(lambda _: block, text)
+    if f"\n{section}\n" not in text:
+        at = text.find(f"\n{BEFORE}\n")
+        at = len(text.rstrip()) + 1 if at < 0 else at + 1
+        text = f"{text[:at]}{'' if text[at:] else chr(10)}{section}\n{chr(10) if text[at:] else ''}{text[at:]}"
+    start = text.index(f"\n{section}\n") + len(section) + 2
+    end = text.find("\n## ", start - 1)
+    end = len(text) if end < 0 else end
+    body = text[start:end].strip()
+    new = "\n\n".join(part for part in (body, WHAT.get(file, ""), block) if part)
+    return f"{text[:start]}\n{new}\n{text[end:]}"
+
+
+if __name__ == "__main__":
+    main()
