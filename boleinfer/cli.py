@@ -94,6 +94,8 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("-f", "--file", metavar="FILE", help="read the prompt from FILE")
     generate.add_argument("--echo", action="store_true", help="print the prompt too")
     generate.add_argument("--json", action="store_true", help="print one JSON object when done instead of streaming")
+    generate.add_argument("--debug-layers", action="store_true",
+                          help="write nothing: compare the GPU with NumPy on the prompt, layer by layer")  # fmt: skip
     _add_quiet(generate)
     add_sampling_flags(generate, choices=True)
     add_run_flags(generate)

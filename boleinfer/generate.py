@@ -24,6 +24,10 @@ def generate(args: argparse.Namespace) -> int:
     """Exit status of the command: 1 when an answer ended in an error. UsageError for a bad prompt or flag."""
     prompt = read_prompt(args)
     sampling_params(args)  # a bad value is reported before any weight is read
+    if args.debug_layers:
+        from boleinfer.debug_layers import debug_layers
+
+        return debug_layers(args, prompt)
     if args.logprobs is not None and not args.json:
         raise UsageError("--logprobs has no place in plain text; add --json")
     llm = load_model(args)

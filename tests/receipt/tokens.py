@@ -1,0 +1,208 @@
+"""Tokens of the GPU beside NumPy's: float32 exactly, bf16 up to near ties, with every drafter and scripted drafts."""
+
+from __future__ import annotations
+
+import gc
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from boleinfer.decoder import Decoder
+from boleinfer.draft.scripted import ScriptedDrafter
+from boleinfer.forest import Tree
+from boleinfer.llm import BUNDLED, LLM
+from boleinfer.request import Request
+from boleinfer.sampling import Sampler, SamplingParams
+from tests.receipt import Report
+from tests.receipt.models import FAMILIES, Tiny, gpu_engine, prompts, real_gpu, sampling, tiny
+from tests.receipt.near_tie import BOUND, first_difference, gap, keeps_every_id, spread
+from tests.running import Run, engine_of, finish, request_of
+
+DRAFTS = ("none", "ngram", "mtp", "auto")
+DRAFTED = 4  # tokens of a scripted draft
+
+
+def run(quick: bool = False) -> Report:
+    """Tiny models of each family, then the bundled model (on a real GPU)."""
+    report = Report(notes={"near tie": f"at most {BOUND} standard deviations of the logits"})
+    with tempfile.TemporaryDirectory() as folder:
+        for family in FAMILIES[:1] if quick else FAMILIES:
+            one_family(report, tiny(Path(folder), family, seed=11), 6 if quick else 40, quick)
+    if real_gpu():
+        bundled(report, 4 if quick else 16, 16 if quick else 64)
+    return report
+
+
+# ---- tiny models -----------------------------------------------------------------------------------------------------
+
+
+def one_family(report: Report, model: Tiny, n: int, quick: bool) -> None:
+    """n tokens of three requests together: every drafter, then scripted ones."""
+    for kind, params in sampling(n).items():
+        if quick and kind == "plain":
+            continue
+        want = finish(engine_of(model.host), _requests(params))
+        logits = _tiny_logits(model.host)
+        for act in ("float", "bf16"):
+            if act == "bf16" and not all(map(keeps_every_id, params)):
+                continue
+            if quick and act == "bf16" and kind != "greedy":
+                continue
+            gpu, base = model.on(act), want
+            for draft in ("none", "auto") if quick else DRAFTS:
+                requests = _requests(params)
+                got = finish(gpu_engine(gpu, act, draft), requests)
+                what = f"{model.label} {kind} {act} draft={draft}"
+                _judge(report, what, act, requests, got, base, logits)
+                _count_drafts(report, what, draft, requests)
+                base = got if draft == "none" else base  # speculation is compared with none on the same GPU
+            if kind != "every parameter" or not quick:
+                _scripted(report, f"{model.label} {kind} {act}", gpu, act, params, base, logits, quick)
+
+
+def _scripted(
+    report: Report,
+    what: str,
+    gpu: Decoder,
+    act: str,
+    params: Sequence[SamplingParams],
+    base: list[list[int]],
+    logits: Callable,
+    quick: bool,
+) -> None:
+    """Drafts of the known-right tokens, spoilt at each place in turn, as chains and as trees with wrong siblings."""
+    right = {tuple(p): answer for p, answer in zip(prompts(), base)}
+    seen: set[str] = set()
+    for wide in (False, True):
+        for spoilt in (0, 2, DRAFTED) if quick else range(DRAFTED + 1):
+
+            def script(request: Request, spoilt: int = spoilt, wide: bool = wide) -> Tree:
+                known = right[tuple(request.tokens[: request.prompt_length])]
+                at = len(request.generated)
+                return _draft(known[at : at + DRAFTED], spoilt, wide)
+
+            requests = _requests(params)
+            got = finish(gpu_engine(gpu, act, ScriptedDrafter(script), nodes=2 * DRAFTED), requests)
+            _judge(report, f"{what} spoilt at {spoilt} wide={wide}", act, requests, got, base, logits)
+            for request in requests:
+                for accepted, steps in enumerate(request.stats.histogram):
+                    if steps:
+                        seen.add("none" if not accepted else "all" if accepted >= DRAFTED else "some")
+                        report.count(f"steps that accepted {accepted} of {DRAFTED}", steps)
+    report.expect(seen == {"none", "some", "all"}, f"{what}: of scripted drafts only {sorted(seen)} were accepted")
+
+
+def _draft(tokens: Sequence[int], spoilt: int, wide: bool) -> Tree:
+    """A chain whose token number `spoilt` is wrong; `wide` puts another wrong token beside each."""
+    chain = [(t + 1) % 470 if i == spoilt else t for i, t in enumerate(tokens)]
+    if not wide:
+        return Tree.of(chain, range(-1, len(chain) - 1), 0.9 ** np.arange(1, len(chain) + 1))
+    ids, parents, probs, above = [], [], [], -1
+    for i, token in enumerate(chain):
+        ids += [(token + 2) % 470, token]
+        parents += [above, above]
+        probs += [0.8 * 0.9**i, 0.9 ** (i + 1)]
+        above = len(ids) - 1
+    return Tree.of(ids, parents, probs)
+
+
+def _requests(params: Sequence[SamplingParams]) -> list[Request]:
+    return [request_of(p, s) for p, s in zip(prompts(), params)]
+
+
+def _tiny_logits(model: Decoder) -> Callable[[list[int]], np.ndarray]:
+    return lambda tokens: Run(model).feed(tokens)[0][-1]
+
+
+def _count_drafts(report: Report, what: str, draft: str, requests: Sequence[Request]) -> None:
+    drafted = sum(r.stats.drafted for r in requests)
+    report.count("drafted tokens", drafted)
+    report.count("accepted tokens", sum(r.stats.accepted for r in requests))
+    report.expect(draft == "none" or drafted > 0, f"{what}: nothing was drafted")
+
+
+def _judge(
+    report: Report,
+    what: str,
+    act: str,
+    requests: Sequence[Request],
+    got: Sequence[list[int]],
+    want: Sequence[list[int]],
+    logits: Callable[[list[int]], np.ndarray],
+) -> None:
+    """Compares answers; the first difference of each has to be a near tie by NumPy's logits, and none in float32."""
+    for request, mine, right in zip(requests, got, want):
+        report.count(f"answers {act}")
+        report.count(f"tokens {act}", len(mine))
+        at = first_difference(mine, right)
+        if at is None:
+            report.expect(len(mine) == len(right), f"{what}: {len(mine)} tokens instead of {len(right)}")
+            continue
+        sampler = _sampler_at(request, mine[:at])
+        row = logits(request.tokens[: request.prompt_length] + mine[:at])
+        gaps = [gap(row, sampler, t) / spread(row) for t in (mine[at], right[at])]
+        report.count(f"first differences {act}")
+        report.largest(f"largest gap {act}", max(gaps))
+        report.expect(
+            act != "float" and max(gaps) <= BOUND,
+            f"{what}: token {at} is {mine[at]} instead of {right[at]}; gaps {gaps[0]:.4f} and {gaps[1]:.4f} deviations",
+        )
+
+
+def _sampler_at(request: Request, generated: Sequence[int]) -> Sampler:
+    s = request.sampler
+    prompt = request.tokens[: request.prompt_length]
+    sampler = Sampler(s.params, s.seed, s.choice, prompt, s.early_ids, s.allowed)
+    for token in generated:
+        sampler.history.append(token)
+    return sampler
+
+
+# ---- the bundled model -----------------------------------------------------------------------------------------------
+
+
+def bundled(report: Report, count: int, n: int, drafts: Sequence[str] = DRAFTS) -> None:
+    """The model that ships, on its held-out prompts: NumPy beside the GPU, in both types, with every drafter."""
+    texts = [entry["text"] for entry in json.loads((BUNDLED / "heldout_prompts.json").read_text())]
+    host = LLM(device="cpu", max_model_len=512)
+    ids = [host.tokenizer.encode(text)[: 20 + 11 * i] for i, text in enumerate(texts[:count])]
+    kinds = {"greedy": SamplingParams(temperature=0, max_tokens=n), "plain": SamplingParams(seed=1, max_tokens=n)}
+    kinds["top-p"] = SamplingParams(temperature=0.8, top_p=0.95, top_k=40, seed=2, max_tokens=n)
+    want = {kind: [o.token_ids for o in host.generate(ids, params)] for kind, params in kinds.items()}
+
+    def row(tokens: list[int]) -> np.ndarray:
+        return host.logits(tokens)[-1]
+
+    for dtype, act in (("float32", "float"), ("bfloat16", "bf16")):
+        base = dict(want)
+        for draft in drafts:
+            llm = LLM(device="cuda", dtype=dtype, draft=draft, max_model_len=512, graphs=real_gpu())
+            for kind, params in kinds.items():
+                if act == "bf16" and not keeps_every_id(params):
+                    continue
+                outputs = llm.generate(ids, params)
+                requests = [_bundled_request(host, prompt, params) for prompt in ids]
+                got = [o.token_ids for o in outputs]
+                _judge(report, f"bundled {kind} {dtype} draft={draft}", act, requests, got, base[kind], row)
+                report.count("drafted tokens", sum(o.outputs[0].stats.drafted for o in outputs))
+                report.count("accepted tokens", sum(o.outputs[0].stats.accepted for o in outputs))
+                base[kind] = got if draft == "none" else base[kind]
+            if draft == "none":
+                errors = [_logit_error(llm, host, prompt) for prompt in ids[:4]]
+                report.largest(f"largest logit error {act} (deviations)", max(errors))
+            del llm
+            gc.collect()
+
+
+def _logit_error(llm: LLM, host: LLM, prompt: list[int]) -> float:
+    want, got = host.logits(prompt), llm.logits(prompt)
+    return float((np.abs(want - got).max(1) / want.std(1)).max())
+
+
+def _bundled_request(llm: LLM, prompt: list[int], params: SamplingParams) -> Request:
+    allowed = llm.tokenizer.valid_ids(llm.config.vocab_size)
+    sampler = Sampler(params, params.seed or 0, 0, prompt, llm.tokenizer.eos_ids, allowed)
+    return Request(list(prompt), params, sampler, 512, frozenset())
