@@ -6,7 +6,7 @@ have a few sizes, envelopes of rows; what an envelope has too many of is unused 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,7 @@ class _Frame:
         self.step = Step(self.inputs, slots)
         self.token = device.buffer((rows,), np.int32, poison=True)
         self.logits: Array = None  # of the rows inputs.wanted, once a step has run
+        self.parts: list[Part] | None = None  # what the inputs on the GPU say
         if drafting is not None:
             d = drafting
             self.chain = Chain(self.step)
@@ -98,14 +99,29 @@ class CudaExecutor:
             self._slots.admit(place.slot, place.pages)
             self._sampling.set(place.slot, request.sampler, request.tokens)
 
-    def run(self, works: Sequence[Work]) -> list[Outcome]:
+    def start(self, works: Sequence[Work]) -> Callable[[], list[Outcome]]:
         frame = self._frame(sum(len(w.tree) for w in works))
-        frame.inputs.fill([self._part(w) for w in works])
+        parts = [self._part(w) for w in works]
+        plain = all(p.known is None and isinstance(p.draft, int) for p in parts)  # last tokens and drafts are there
+        if not plain or parts != frame.parts:
+            frame.inputs.fill(parts)
+            frame.parts = parts if plain else None
+            with self.runner.on():
+                frame.inputs.send()
         with self.runner.on():
-            frame.inputs.send()
             self.runner.run(frame.inputs.rows, lambda: self._step(frame))
-            results = frame.step.results.read(len(works))
-        return [self._outcome(frame, b, w, emitted) for b, (w, emitted) in enumerate(zip(works, results))]
+            fetched = frame.step.results.fetch(len(works))
+        return lambda: [self._outcome(frame, b, w, emitted) for b, (w, emitted) in enumerate(zip(works, fetched()))]
+
+    def may_repeat(self, works: Sequence[Work]) -> bool:
+        """Only plain decoding and the GPU's own drafts go on by themselves, and only where there is room."""
+        return all(
+            w.decodes
+            and (w.drafted == 0 or is_own(w.draft))
+            and w.request.params.logprobs is None
+            and len(w.request.tokens) + w.drafted + 1 < w.request.limit
+            for w in works
+        )
 
     def repeat(self, rows: int) -> None:
         """Queues the last step of so many rows again, as the GPU stands now; to measure, on requests to be dropped."""
@@ -188,8 +204,8 @@ class CudaExecutor:
             draft=len(draft) if is_own(draft) else draft,
             complete=work.complete,
             next_token=request.tokens[request.committed + m] if goes_on else -1,
-            draft_nodes=self._draft_nodes if room > 0 else 0,
-            draft_depth=max(0, room),
+            draft_nodes=self._draft_nodes if room > 0 and work.complete else 0,
+            draft_depth=min(max(0, room), self._draft_nodes),
         )
 
     def _outcome(self, frame: _Frame, b: int, work: Work, emitted: Emitted) -> Outcome:

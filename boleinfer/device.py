@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,6 +114,31 @@ def shared_bytes() -> int:
 def c_type(array: Array) -> str:
     """The C name that kernels use for an array's type: "bf16" for bfloat16, "float" for float32."""
     return _C_TYPES[array.dtype.name]
+
+
+def send(out: Array, values: np.ndarray) -> Callable[[], None]:
+    """Queues a copy of pinned host memory over a contiguous GPU array; what it returns waits until that is done."""
+    if isinstance(out, np.ndarray):
+        out[...] = values
+        return lambda: None
+    out.data.copy_from_host_async(values.ctypes.data, out.nbytes)
+    return _done()
+
+
+def fetch(out: np.ndarray, array: Array) -> Callable[[], None]:
+    """Queues a copy of a contiguous GPU array over pinned host memory; what it returns waits until that is done."""
+    if isinstance(array, np.ndarray):
+        out[...] = array
+        return lambda: None
+    array.data.copy_to_host_async(out.ctypes.data, array.nbytes)
+    return _done()
+
+
+def _done() -> Callable[[], None]:
+    """Waits for all that is queued now on the current stream."""
+    event = cupy().cuda.Event(disable_timing=True)
+    event.record()
+    return event.synchronize
 
 
 class Staging:

@@ -5,14 +5,14 @@
     accept(sampled, inputs, slots, step)       step.paths for the commit, step.results for the host
     follow(inputs, slots, step, chain)         the chain of accepted rows for the MTP layer
     ... the next draft (device_draft.py) ...
-    step.results.read(B)                       one copy to the host
+    step.results.fetch(B)                      one copy to the host
 
 Nothing between the two copies reads GPU data on the host, so that all of it can be captured in a graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -75,23 +75,17 @@ class StepInputs:
     """What the host says of a step, in one buffer: up to `rows` rows of up to `requests` requests.
 
     sampled: rows after which a token may be sampled, at most
-    buffer:  where the host writes it, int32 [StepInputs.size(...)]; pinned memory makes the copy asynchronous, and then
-             must not be filled again before the copy is done; ordinary memory when None
-    host:    its arrays there; on: the same on the GPU
+    host:    its arrays in pinned memory; on: the same on the GPU
     """
 
-    def __init__(self, rows: int, requests: int, sampled: int, buffer: np.ndarray | None = None) -> None:
-        n = self.size(rows, requests, sampled)
+    def __init__(self, rows: int, requests: int, sampled: int) -> None:
+        n = 2 * rows + 7 * requests + 1 + sampled
         self.rows, self.requests = rows, requests
-        self._host = np.empty(n, np.int32) if buffer is None else buffer
+        self._host = device.pinned(4 * n).view(np.int32)
         self._device = device.empty(n, np.int32)
+        self._sent: Callable[[], None] = lambda: None
         self.host, self.on = (_input_arrays(x, rows, requests) for x in (self._host, self._device))
         self.fill(())
-
-    @staticmethod
-    def size(rows: int, requests: int, sampled: int) -> int:
-        """Integers of the buffer."""
-        return 2 * rows + 7 * requests + 1 + sampled
 
     def fill(self, parts: Sequence[Part]) -> None:
         """Writes a step into the host's buffer.
@@ -104,6 +98,7 @@ class StepInputs:
                 f"a step of {total} rows and {len(parts)} requests; "
                 f"its buffer holds {self.rows} rows of {self.requests} requests"
             )
+        self._sent()  # the last copy of the buffer has been made
         h, n = self.host, len(parts)
         start = np.cumsum([0, *(len(token) for token, _ in trees)])
         known = [1 if p.known is None else len(p.known) for p in parts]
@@ -132,7 +127,7 @@ class StepInputs:
 
     def send(self) -> None:
         """Queues the copy to the GPU on the current stream."""
-        device.write(self._device, self._host)
+        self._sent = device.send(self._device, self._host)
 
 
 class Slots:
@@ -187,12 +182,23 @@ class Results:
     def __init__(self, requests: int, draft_nodes: int) -> None:
         B = requests
         self.buffer = _minus_ones((B * (draft_nodes + 4),))
+        self._copies = [device.pinned(self.buffer.nbytes).view(np.int32) for _ in range(2)]  # of this and the last step
         self.count, self.error, self.drafted = (self.buffer[i * B : (i + 1) * B] for i in range(3))
         self.token = self.buffer[3 * B :].reshape(B, draft_nodes + 1)
 
-    def read(self, requests: int) -> list[Emitted]:
-        """The first requests' outcomes; waits for the GPU."""
-        return self.parse(device.download(self.buffer), requests)
+    def fetch(self, requests: int) -> Callable[[], list[Emitted]]:
+        """Queues the copy to the host; what it returns waits for it and gives the first requests' outcomes.
+
+        They have to be taken before the results of the next step but one are fetched."""
+        self._copies.reverse()
+        copy = self._copies[0]
+        done = device.fetch(copy, self.buffer)
+
+        def outcomes() -> list[Emitted]:
+            done()
+            return self.parse(copy, requests)
+
+        return outcomes
 
     def parse(self, buffer: np.ndarray, requests: int) -> list[Emitted]:
         """The first requests' outcomes from a copy of the buffer."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from boleinfer.draft.base import Committed, Drafter
 from boleinfer.executor import Executor, Outcome
@@ -17,6 +18,7 @@ class Engine:
 
     def __init__(self, executor: Executor, drafter: Drafter, scheduler: Scheduler):
         self.executor, self.drafter, self.scheduler = executor, drafter, scheduler
+        self._under_way: _Step | None = None
 
     @property
     def state(self) -> State:
@@ -42,17 +44,19 @@ class Engine:
     def step(self) -> list[Request]:
         """One forward pass for all running requests; returns those that got tokens or ended.
 
-        Lengths, pages and slots change only after the forward pass has succeeded."""
-        for request in self.scheduler.admit():
-            self.executor.admit(request)
+        Lengths, pages and slots change only after the forward pass has succeeded. Where the executor can go on by
+        itself, the next step is running already while the host takes in what this one gave."""
         began = time.perf_counter()
-        works = self.scheduler.plan(self.drafter)
-        if not works:
+        under_way = self._under_way or self._start()
+        self._under_way = None
+        if under_way is None:
             return []
         drafted = time.perf_counter()
-        outcomes = self.executor.run(works)
+        if self._goes_on(under_way.works):
+            self._under_way = _Step(under_way.works, self.executor.start(under_way.works))
+        works = [(w, o) for w, o in zip(under_way.works, under_way.outcomes()) if not w.request.finished]
         news = []
-        for work, outcome in zip(works, outcomes):
+        for work, outcome in works:
             _take(work, outcome)
             request = work.request
             if not request.finished:
@@ -60,11 +64,31 @@ class Engine:
                 request.committed += outcome.committed
         verified = time.perf_counter()
         self.drafter.observe(news)
-        _count_times(works, began, drafted, verified, time.perf_counter())
-        for work in works:
+        _count_times([w for w, _ in works], began, drafted, verified, time.perf_counter())
+        for work, _ in works:
             if work.request.finished:
                 self.drop(work.request)
-        return [w.request for w in works if w.complete]
+        return [w.request for w, _ in works if w.complete]
+
+    def _start(self) -> _Step | None:
+        """Admits who fits, plans a step and starts it; None when nobody has anything to do."""
+        for request in self.scheduler.admit():
+            self.executor.admit(request)
+        works = self.scheduler.plan(self.drafter)
+        return _Step(works, self.executor.start(works)) if works else None
+
+    def _goes_on(self, works: Sequence[Work]) -> bool:
+        """Whether the next step is the same as this one, whatever this one gives."""
+        alone = len(works) == len(self.scheduler.running) and not self.scheduler.waiting
+        return alone and not self.drafter.reads_text and self.executor.may_repeat(works)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step under way: whose it is, and what waits for what it gave."""
+
+    works: Sequence[Work]
+    outcomes: Callable[[], list[Outcome]]
 
 
 def _take(work: Work, outcome: Outcome) -> None:
@@ -83,7 +107,7 @@ def _take(work: Work, outcome: Outcome) -> None:
 
 def _count_times(works: Sequence[Work], began: float, drafted: float, verified: float, ended: float) -> None:
     """Splits a step's time evenly among its requests; what the drafter does after the commit counts as drafting."""
-    share = 1 / len(works)
+    share = 1 / max(1, len(works))
     for work in works:
         stats = work.request.stats
         if work.decodes:

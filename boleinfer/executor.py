@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -46,8 +46,12 @@ class Executor(Protocol):
         """The request has got its place and takes part from now on."""
         ...
 
-    def run(self, works: Sequence[Work]) -> list[Outcome]:
-        """One step; what it gave each work's request."""
+    def start(self, works: Sequence[Work]) -> Callable[[], list[Outcome]]:
+        """Starts a step; what it returns waits for it and tells what it gave each work's request."""
+        ...
+
+    def may_repeat(self, works: Sequence[Work]) -> bool:
+        """Whether the same works may be started again before it is known what the first time gave."""
         ...
 
     def logits(self, tokens: Sequence[int], start: int, place: Place) -> np.ndarray:
@@ -64,7 +68,7 @@ class HostExecutor:
     def admit(self, request: Request) -> None:
         pass
 
-    def run(self, works: Sequence[Work]) -> list[Outcome]:
+    def start(self, works: Sequence[Work]) -> Callable[[], list[Outcome]]:
         forest = Forest.of([w.tree for w in works], [w.request.committed for w in works])
         batch = self.state.batch(forest, [w.request.home for w in works])
         hidden, pending = self.model.forward(batch, self.state)  # [R, D]
@@ -73,7 +77,11 @@ class HostExecutor:
         results = [_accept(w, next(logits) if w.complete else None) for w in works]
         paths = [path + start for (path, _), start in zip(results, forest.start)]  # flat rows
         self.state.commit(batch, pending, paths)
-        return [replace(outcome, hidden=hidden[path]) for (_, outcome), path in zip(results, paths)]
+        outcomes = [replace(outcome, hidden=hidden[path]) for (_, outcome), path in zip(results, paths)]
+        return lambda: outcomes
+
+    def may_repeat(self, works: Sequence[Work]) -> bool:
+        return False
 
     def logits(self, tokens: Sequence[int], start: int, place: Place) -> np.ndarray:
         batch = self.state.batch(Forest.of([Tree.chain(tokens)], [start]), [place])

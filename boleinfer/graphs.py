@@ -48,7 +48,7 @@ class Graphs:
     def __init__(self) -> None:
         cupy = device.cupy()
         self._cupy = cupy
-        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.stream = cupy.cuda.Stream()  # in order with what runs on the default stream, such as clearing a slot
         self._pool = cupy.cuda.MemoryPool()
         self._graphs: dict[Hashable, tuple[Any, object] | None] = {}
         self.replays = 0

@@ -16,6 +16,8 @@ class GraftedDrafter:
     costly: asked only where the cheap one's likeliest first token is less likely than `sure`
     """
 
+    reads_text = True
+
     def __init__(self, cheap: Drafter, costly: Drafter, sure: float = 0.5):
         self._cheap, self._costly, self._sure = cheap, costly, sure
 

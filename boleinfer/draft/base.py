@@ -44,7 +44,12 @@ class Committed:
 
 
 class Drafter(Protocol):
-    """Proposals change only the speed: whatever is proposed, the same tokens come out."""
+    """Proposals change only the speed: whatever is proposed, the same tokens come out.
+
+    reads_text: whether a proposal needs the tokens of the step before (else it is the same every time)
+    """
+
+    reads_text: bool
 
     def propose(self, requests: Sequence[Request], limits: Sequence[Limits]) -> list[Tree]:
         """A tree for each request: drafted nodes only, its roots candidates for the first unknown token."""

@@ -34,6 +34,7 @@ class DeviceDrafter(NoDrafter):
 
     def __init__(self, lookup: NgramDrafter | None = None, sure: float = 0.5):
         self._lookup, self._sure = lookup, sure
+        self.reads_text = lookup is not None
 
     def propose(self, requests: Sequence[Request], limits: Sequence[Limits]) -> list[Tree]:
         own = [own_draft(lim.nodes) for lim in limits]

@@ -60,6 +60,8 @@ class MTPDrafter:
     depth:  levels, whatever the limits allow
     """
 
+    reads_text = True
+
     def __init__(
         self,
         model: Decoder,

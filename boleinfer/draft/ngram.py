@@ -58,6 +58,8 @@ class _Index:
 class NgramDrafter:
     """Prompt and output lookup, one index a request; constant memory a token."""
 
+    reads_text = True
+
     def __init__(self) -> None:
         self._indexes: dict[Request, _Index] = {}
 

@@ -12,6 +12,8 @@ from boleinfer.request import Request
 class NoDrafter:
     """Proposes nothing."""
 
+    reads_text = False
+
     def propose(self, requests: Sequence[Request], limits: Sequence[Limits]) -> list[Tree]:
         return [EMPTY for _ in requests]
 

@@ -13,6 +13,8 @@ from boleinfer.request import Request
 class ScriptedDrafter(NoDrafter):
     """script(request) gives the tree that follows the request's last known token; `news` keeps what was observed."""
 
+    reads_text = True
+
     def __init__(self, script: Callable[[Request], Tree]):
         self._script = script
         self.news: list[Committed] = []
