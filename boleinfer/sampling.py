@@ -28,7 +28,7 @@ class BrokenLogits(ValueError):
 BROKEN = {
     code: f"the model's logits hold {kind}; the request cannot go on"
     for code, kind in ((-1, "NaN"), (-2, "an infinite value"), (-3, "no token that may be drawn"))
-}
+} | {-4: "more than 512 drafted tokens lie between the text and one to draw; with penalties the GPU cannot go on"}
 """Why no token was drawn, by what a kernel gives in its place."""
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 
 import numpy as np
 import pytest
 
 from boleinfer import device, device_forest, kernels
+from boleinfer.device_forest import TREE_ROWS
 from boleinfer.device_sampling import MAX_EARLY, SamplingTable
+from boleinfer.device_step import Slots
 from boleinfer.forest import Forest, Tree
-from boleinfer.kernels import ToolchainError
+from boleinfer.kernels import ToolchainError, cuda_folder
 from boleinfer.sampling import BROKEN, BrokenLogits, Sampler, SamplingParams
 from tests import emulator
 
@@ -242,3 +245,13 @@ def test_too_many_ids_for_min_tokens_are_refused_with_their_number(machine):
     with pytest.raises(ValueError, match=r"min_tokens=2 has to forbid 65 end and stop ids; at most 64"):
         table.set(0, sampler_of(stops | {"min_tokens": 2}, vocab=100, ends=()), [1])
     assert table.nbytes < 12 * 100 + 600
+
+
+def test_every_code_of_the_kernel_has_a_message_and_drafts_are_shorter_than_its_longest_path():
+    text, row = ((cuda_folder() / name).read_text() for name in ("sample.cu", "sample_row.cuh"))
+    codes = re.findall(r"= (-\d+)", next(line for line in text.splitlines() if "BROKEN_NAN =" in line))
+    assert {int(code) for code in codes} == set(BROKEN)
+    assert int(re.search(r"MAX_PATH = (\d+)", row)[1]) >= TREE_ROWS
+    assert str(re.search(r"MAX_PATH = (\d+)", row)[1]) in BROKEN[-4]
+    with pytest.raises(ValueError, match="drafts of 128 nodes; the GPU takes 1 to 127"):
+        Slots(1, 1, TREE_ROWS)

@@ -92,8 +92,9 @@ def _counted(report: Report, what: str, engine: Engine, steps: int) -> list[list
             yield
 
     got = _in_another_thread(workload, engine, steps, around)
-    report.count("replays", runner.replays - replayed)
-    report.expect(runner.replays - replayed == steps, f"{what}: {runner.replays - replayed} replays in {steps} steps")
+    replays = runner.replays - replayed
+    report.count("replays", replays)
+    report.expect(steps <= replays <= steps + 1, f"{what}: {replays} replays in {steps} steps")  # one may be under way
     report.expect(seen.launches == 0, f"{what}: {seen.launches} launches from Python")
     report.expect(seen.mallocs == 0, f"{what}: {seen.mallocs} requests for device memory")
     report.expect(runner.pool_bytes == held, f"{what}: the pool grew from {held} to {runner.pool_bytes} bytes")
