@@ -78,9 +78,7 @@ def _record(what: str) -> dict[str, Any]:
     return {"what": what, **gpu_provenance(), "read_gb_s": timing.read_gb_s(), "rows": []}
 
 
-def load(
-    size: str, prompt: int, max_batch: int = 8, draft: str | Drafter = "none", draft_nodes: int = 8, graphs: bool = True
-) -> LLM:
+def load(size: str, prompt: int, max_batch: int = 8, draft: str | Drafter = "none", draft_nodes: int = 8) -> LLM:
     """A published size with random weights, and room for everything that is done here to a request."""
     room = prompt + 4 * (WARM + STEPS + ROUNDS * REPLAYS)
     return LLM(
@@ -90,7 +88,6 @@ def load(
         draft_nodes=draft_nodes,
         max_batch=max_batch,
         max_model_len=room,
-        graphs=graphs,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import sys
 import tempfile
 import time
@@ -60,9 +61,10 @@ def bench_start(args: argparse.Namespace) -> int:
     }
     write(record, output, note=False)
     size = args.random_weights or "qwen3.5-4b"
-    folder = Path(args.folder) if args.folder else _memory_folder()
+    config = published(size)
+    folder = Path(args.folder) if args.folder else _folder_for(_tensors(config)[1])
     with tempfile.TemporaryDirectory(dir=folder) as made:
-        record["load"] = {"shape": size, "folder": str(folder), **load_speed(published(size), Path(made))}
+        record["load"] = {"shape": size, "folder": str(folder), **load_speed(config, Path(made))}
     record["install"] = _install_sizes()
     print(bench_tables.start(record))
     write(record, output)
@@ -82,6 +84,7 @@ def load_speed(config: ModelConfig, folder: Path) -> dict[str, float]:
         arrays = device_weights.load(folder, config, family.plan, act)
         seconds.append(time.perf_counter() - began)
         del arrays
+        device.memory()  # gives back what the pool keeps
     pinned = pinned_gb_s()
     return {
         "bytes": nbytes,
@@ -95,12 +98,7 @@ def load_speed(config: ModelConfig, folder: Path) -> dict[str, float]:
 
 def write_checkpoint(config: ModelConfig, folder: Path) -> int:
     """A BF16 checkpoint of a configuration, all numbers random; bytes of its tensors."""
-    plan = models.family(config.model_type).plan(config, {})
-    header: dict[str, Any] = {}
-    end = 0
-    for part in (part for target in plan for part in target.parts if part.tensor not in header):
-        begin, end = end, end + 2 * math.prod(part.shape)
-        header[part.tensor] = {"dtype": "BF16", "shape": part.shape, "data_offsets": [begin, end]}
+    header, end = _tensors(config)
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
     block = np.random.default_rng(0).standard_normal(8 << 20, np.float32).view(np.uint16)[1::2].tobytes()
@@ -109,6 +107,18 @@ def write_checkpoint(config: ModelConfig, folder: Path) -> int:
         for begin in range(0, end, len(block)):
             file.write(block[: end - begin])
     return end
+
+
+def _tensors(config: ModelConfig) -> tuple[dict[str, Any], int]:
+    """The header of such a file, and the bytes behind it."""
+    header: dict[str, Any] = {}
+    end = 0
+    for target in models.family(config.model_type).plan(config, {}):
+        for part in target.parts:
+            if part.tensor not in header:
+                begin, end = end, end + 2 * math.prod(part.shape)
+                header[part.tensor] = {"dtype": "BF16", "shape": part.shape, "data_offsets": [begin, end]}
+    return header, end
 
 
 def pinned_gb_s(nbytes: int = PINNED_BYTES) -> float:
@@ -127,10 +137,11 @@ def pinned_gb_s(nbytes: int = PINNED_BYTES) -> float:
     return 8 * nbytes / median(copies_s(8) for _ in range(3)) / 1e9
 
 
-def _memory_folder() -> Path:
-    """A folder whose files lie in memory, where there is one."""
+def _folder_for(nbytes: int) -> Path:
+    """A folder whose files lie in memory, where there is one with room; else one whose files are cached there."""
     memory = Path("/dev/shm")
-    return memory if memory.is_dir() else Path(tempfile.gettempdir())
+    roomy = memory.is_dir() and shutil.disk_usage(memory).free > 2 * nbytes
+    return memory if roomy else Path(tempfile.gettempdir())
 
 
 def _install_sizes() -> list[dict[str, Any]]:

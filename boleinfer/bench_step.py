@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from boleinfer import timing
-from boleinfer.bench_gpu import drop, graph_ms, load, random_tree, read_prompts, step_s
+from boleinfer.bench_gpu import WARM, drop, graph_ms, load, one_by_one, random_tree, read_prompts, step_s
 from boleinfer.draft.base import Drafter
 from boleinfer.draft.scripted import ScriptedDrafter
+from boleinfer.llm import LLM
 from boleinfer.results import output_file, write
 from boleinfer.timing import Launch
 
@@ -25,41 +26,40 @@ def bench_step(args: argparse.Namespace) -> int:
     record = {"shape": size, "rows": rows, "context": args.prompt, "read_gb_s": timing.read_gb_s()}
     tree = random_tree(rows - 1, np.random.default_rng(1))
     draft: str | Drafter = ScriptedDrafter(lambda request: tree) if rows > 1 else "none"
-    record["graph_ms"] = _graph_ms(size, args.prompt, draft, rows)
-    record["kernels"] = kernels_of_step(size, args.prompt, draft, rows)
+    llm = load(size, args.prompt, 1, draft, max(8, rows - 1))
+    requests, _ = read_prompts(llm, 1, args.prompt)
+    step_s(llm, WARM)
+    record["graph_ms"] = graph_ms(llm, rows)
+    drop(llm, requests)
+    record["kernels"] = kernels_of_step(llm, args.prompt)
     print(table(record))
     write(record, output_file(args, "step.json", quick=True))
     return 0
 
 
-def _graph_ms(size: str, prompt: int, draft: str | Drafter, rows: int) -> float:
-    """The step's whole graph, to compare the sum with."""
-    llm = load(size, prompt, 1, draft, max(8, rows - 1))
-    requests, _ = read_prompts(llm, 1, prompt)
-    step_s(llm, 3)
-    ms = graph_ms(llm, rows)
-    drop(llm, requests)
-    return ms
-
-
-def kernels_of_step(size: str, prompt: int, draft: str | Drafter, rows: int) -> list[dict[str, Any]]:
+def kernels_of_step(llm: LLM, prompt: int) -> list[dict[str, Any]]:
     """Launches and microseconds of every kernel of a step, the dearest first.
 
     The launches of one step, made again kernel by kernel in graphs of their own, each with its own arrays, so that
     matrices come from memory as in the step; what is small comes from L2."""
-    llm = load(size, prompt, 1, draft, max(8, rows - 1), graphs=False)
-    requests, _ = read_prompts(llm, 1, prompt)
-    step_s(llm, 2)
-    with timing.recorded() as launches:
-        llm.engine.step()
-    groups: dict[tuple[str, ...], list[Launch]] = defaultdict(list)
-    for launch in launches:
-        groups[label(launch)].append(launch)
-    found = [
-        {"kernel": " ".join(key), "launches": len(group), "us": group_us(group), "weight_bytes": weight_bytes(group)}
-        for key, group in groups.items()  # in the step's order: a later kernel never changes what an earlier one reads
-    ]
-    drop(llm, requests)
+    with one_by_one(llm):
+        requests, _ = read_prompts(llm, 1, prompt)
+        step_s(llm, 2)
+        with timing.recorded() as launches:
+            llm.engine.step()
+        groups: dict[tuple[str, ...], list[Launch]] = defaultdict(list)
+        for launch in launches:
+            groups[label(launch)].append(launch)
+        found = [
+            {
+                "kernel": " ".join(key),
+                "launches": len(group),
+                "us": group_us(group),
+                "weight_bytes": weight_bytes(group),
+            }
+            for key, group in groups.items()  # in the step's order: a later kernel never changes what earlier ones read
+        ]
+        drop(llm, requests)
     return sorted(found, key=lambda entry: -entry["us"] * entry["launches"])
 
 

@@ -51,7 +51,7 @@ def verify(record: Record) -> str:
         first = found[min(found)]
         cells = [f"{found[n]['relative']:.2f}" if n in found else "" for n in counts]
         lines.append((shape, f"{first['ms']:.2f}", f"{first['graph_ms']:.2f}", *cells))
-    titles = ("shape", "ms, 1 row", "of it the graph", *(f"{n} rows" for n in counts))
+    titles = ("shape", "ms, 1 row", "of it the graph", *map(_rows, counts))
     return (
         f"{_machine(record)}: a whole step that verifies one request's random tree of so many nodes, its graph's time "
         f"against that of one row.\n\n{_table(titles, lines)}"
@@ -67,14 +67,14 @@ def kernels(record: Record) -> str:
         for sizes in dict.fromkeys((r["Dout"], r["Din"]) for r in linear):
             found = {r["R"]: r for r in linear if (r["Dout"], r["Din"]) == sizes}
             lines.append((f"{sizes[0]} x {sizes[1]}", *(_beside(found[n]) if n in found else "" for n in counts)))
-        titles = ("linear, beside cuBLAS", *(f"{n} rows" for n in counts))
+        titles = ("linear, beside cuBLAS", *map(_rows, counts))
         parts.append(_table(titles, lines))
     if small := record.get("small"):
         counts = sorted({r["R"] for r in small})
         lines = [
             (op, *(f"{r['us']:.1f}" for r in small if r["op"] == op)) for op in dict.fromkeys(r["op"] for r in small)
         ]
-        parts.append(_table(("between the products", *(f"{n} rows" for n in counts)), lines))
+        parts.append(_table(("between the products", *map(_rows, counts)), lines))
     for kind, key, title in (("attention", "T", "attention, context"), ("gdn", "B", "gated delta rule, requests")):
         if measured := record.get(kind):
             lines = [(r[key], r["N"], f"{r['us']:.1f}", f"{r['floor_us']:.1f}", f"{r['share']:.0%}") for r in measured]
@@ -101,6 +101,10 @@ def start(record: Record) -> str:
 
 FILES = {"decode.json": decode, "verify.json": verify, "kernels.json": kernels, "start.json": start}
 """Result file -> what shows it."""
+
+
+def _rows(n: int) -> str:
+    return "1 row" if n == 1 else f"{n} rows"
 
 
 def _machine(record: Record) -> str:

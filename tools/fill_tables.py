@@ -18,13 +18,13 @@ from boleinfer import bench, bench_tables  # noqa: E402
 
 TABLES = {"cpu.json": bench.markdown, **bench_tables.FILES}
 PAGES = {"kernels.json": ("docs/performance-notes.md", "## Kernels on the GPU (`boleinfer bench kernels`)")}
-README = ("README.md", "## On a GPU")
+README = ("README.md", "## How fast on a GPU")
 BEFORE = "## Where to start reading"  # what a new section of the README is put in front of
 WHAT = {
-    "decode.json": "`boleinfer bench decode`: one request at a time.",
-    "verify.json": "`boleinfer bench verify`: what more rows cost, and so how large a draft may be.",
-    "start.json": "`boleinfer bench start`: start-up and size.",
-    "kernels.json": "Each product as ours / cuBLAS (share of the bandwidth for ours).",
+    "decode.json": "`boleinfer bench decode` measures plain decoding, with random weights of the published shapes:",
+    "verify.json": "`boleinfer bench verify` measures what more rows cost, and so how large a draft may be:",
+    "start.json": "`boleinfer bench start` measures start-up:",
+    "kernels.json": "Each product as ours / cuBLAS (share of the bandwidth that ours takes).",
 }
 
 
@@ -53,7 +53,7 @@ def filled(text: str, file: str, section: str, shown: str) -> str:
     start = text.index(f"\n{section}\n") + len(section) + 2
     end = text.find("\n## ", start - 1)
     end = len(text) if end < 0 else end
-    body = text[start:end].strip()
+    body = text[start:end].strip("\n")
     new = "\n\n".join(part for part in (body, WHAT.get(file, ""), block) if part)
     return f"{text[:start]}\n{new}\n{text[end:]}"
 

@@ -104,7 +104,7 @@ def _linear_gpu(x: Array, w: Array | Fp8, dtype: Any) -> Array:
         kernels.launch("linear_few.cu", "linear_few", grid, 128 * _splits(Dout, Din), args, constants=types)
     elif R <= SOME_ROWS:
         _some_rows(args, types)
-    elif types["Wt"] != "bf16" or not _blas(x, bits, out):
+    elif types["Wt"] != "bf16" or not blas(x, bits, out):
         _many_rows(args, types)
     return out
 
@@ -158,7 +158,7 @@ def _tickets_of(kind: str, device_id: int) -> Array:
     return device.upload(np.zeros(MOST_TICKETS, np.int32))
 
 
-def _blas(x: Array, w: Array, out: Array) -> bool:
+def blas(x: Array, w: Array, out: Array) -> bool:
     """out = x w^T through cuBLAS, where it is installed and no graph is being captured; says whether it was done."""
     cupy, cublas = _cublas()
     if cublas is None or not isinstance(x, cupy.ndarray):
