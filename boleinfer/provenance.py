@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import boleinfer
-from boleinfer import device, driver, models
+from boleinfer import device, driver, models, nvrtc
 
 _SUFFIXES = {".py", ".cu", ".cuh"}
 
@@ -46,6 +46,7 @@ def gpu_provenance() -> dict[str, Any]:
         "multiprocessors": int(properties["multiProcessorCount"]),
         "driver": said.version if said is not None else "",
         "cuda": _dotted(runtime.runtimeGetVersion()),
+        "nvrtc": ".".join(map(str, nvrtc.toolchain().version)),
         "cuda_of_driver": _dotted(runtime.driverGetVersion()),
         "cupy": device.cupy().__version__,
     }
