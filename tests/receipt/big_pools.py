@@ -1,4 +1,4 @@
-"""Pools above 2^31 elements: a model whose request lives at the top of each gives the bits that it gives at the bottom."""
+"""Pools above 2^31 elements: a model whose request lives at the top of each gives the bits of one at the bottom."""
 
 from __future__ import annotations
 
