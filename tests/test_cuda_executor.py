@@ -21,6 +21,11 @@ from tests.running import VOCAB, engine_of, finish, load, request_of
 from tests.tiny import FAMILIES
 
 
+pytestmark = pytest.mark.parametrize(
+    "gpu", ["forward", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)  # whole steps take long: one order of threads
+
+
 def cuda_engine(folder, draft: str, max_batch: int = 3, max_rows: int = 64, nodes: int = 5) -> Engine:
     """An engine on the GPU in float32 whose memory is poisoned; on a real GPU its steps are graphs."""
     real = not isinstance(device.empty(1, np.int32), np.ndarray)
