@@ -111,6 +111,11 @@ def shared_bytes() -> int:
     return int(cupy().cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"])
 
 
+def multiprocessors() -> int:
+    """Those of the current GPU, each of which holds at least one block of any kernel."""
+    return int(cupy().cuda.Device().attributes["MultiProcessorCount"])
+
+
 def c_type(array: Array) -> str:
     """The C name that kernels use for an array's type: "bf16" for bfloat16, "float" for float32."""
     return _C_TYPES[array.dtype.name]

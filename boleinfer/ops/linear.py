@@ -78,7 +78,9 @@ def swiglu(gate_up: Array) -> Array:
 
 FEW_ROWS, SOME_ROWS = 8, 128  # up to which linear_few and linear_rows are used; at most 8 and 512
 FEW_FEATURES = 256  # up to which linear_few is used for some rows, too: its blocks are smaller
-FILLED = 132  # blocks of linear_rows that are enough without cutting k; a constant, since a row's bits depend on it
+RING = 192 * 1024  # bytes of linear_few's ring, at most: of weights under way in a multiprocessor
+STAGED = 96 * 1024  # bytes of x that linear_few keeps in shared memory, at most
+LARGE = 32768  # features from which k is not cut; a constant, since a row's bits depend on it
 MOST_TICKETS = 4096  # more than those blocks, for each group of 32 rows
 
 
@@ -100,8 +102,7 @@ def _linear_gpu(x: Array, w: Array | Fp8, dtype: Any) -> Array:
         grid = -(-R // 32), min(-(-Dout // 32), 65535)
         kernels.launch("linear_any.cu", "linear_any", grid, 256, args, constants={"Act": device.c_type(x), **types})
     elif R <= FEW_ROWS or (R <= SOME_ROWS and Dout <= FEW_FEATURES):
-        grid = -(-Dout // 16), -(-R // 8)
-        kernels.launch("linear_few.cu", "linear_few", grid, 128 * _splits(Dout, Din), args, constants=types)
+        _few_rows(args, types)
     elif R <= SOME_ROWS:
         _some_rows(args, types)
     elif types["Wt"] != "bf16" or not blas(x, bits, out):
@@ -111,10 +112,34 @@ def _linear_gpu(x: Array, w: Array | Fp8, dtype: Any) -> Array:
 
 def _splits(Dout: int, Din: int) -> int:
     """Ranges that k is cut into (cuda/linear.cuh): of the sizes alone, so that a row's bits are, too."""
-    splits = 1
-    while splits < 4 and -(-Dout // 128) * splits < FILLED and 256 * splits < Din:
-        splits *= 2
-    return splits
+    return 1 if Dout >= LARGE or Din <= 256 else 2 if Din <= 512 else 4
+
+
+def _few_rows(args: dict[str, Any], types: dict[str, str]) -> None:
+    """linear_few: a tile of 16 or 8 features at a time, by how evenly multiprocessors share them."""
+    R, Din, Dout, itemsize = args["R"], args["Din"], args["Dout"], args["w"].itemsize
+    splits = _splits(Dout, Din)
+    teams, processors = 4 // splits, device.multiprocessors()
+    rounds = {features: -(-Dout // (features * teams * processors)) for features in (16, 8)}
+    features = 8 if 8 * rounds[8] < 0.95 * 16 * rounds[16] else 16
+    blocks = min(processors, -(-Dout // (features * teams)))
+    x_words = -(-Din // 64) * 8 + (4 if itemsize == 2 else 1)  # staged_words
+    room = device.shared_bytes() - 16384  # the sums
+    chunk = 16 * 512 * itemsize * features // 8  # of all warps
+    x_bytes = 16 * x_words * min(R, 8)
+    staged = x_bytes <= min(STAGED, room - 2 * chunk)
+    room -= x_bytes if staged else 0
+    needed = rounds[features] * -(-Din // (256 * splits))
+    depth = next((n for n in (12, 8, 6, 4, 3, 2) if n * chunk <= min(room, RING) and n < 2 * needed), 2)
+    kernels.launch(
+        "linear_few.cu",
+        "linear_few",
+        (blocks, -(-R // 8)),
+        512,
+        args,
+        shared=depth * chunk + (x_bytes if staged else 0),
+        constants={**types, "Features": features, "Depth": depth, "Splits": splits, "Staged": staged},
+    )
 
 
 def _some_rows(args: dict[str, Any], types: dict[str, str]) -> None:
