@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from boleinfer.declaration import TYPES, Constant, Dim, KernelError, KernelFile, Parameter
+from boleinfer.declaration import MOST_EACH, TYPES, Constant, Dim, KernelError, KernelFile, Parameter
 
 
 class Arrays(Protocol):
@@ -75,9 +75,13 @@ def check_arguments(
         check.bind(letter, operator.index(value), "dims")
     values = [check.scalar(p, args[p.name]) if p.shape is None else np.uint64(0) for p in kernel]
     given = [(i, p, args[p.name]) for i, p in enumerate(kernel) if p.shape is not None]
-    present = [(i, p, a) for i, p, a in given if check.is_present(p, a)]
+    listed = [(i, p, a) for i, p, value in given for a in (check.each(p, value) if p.each else [value])]
+    present = [(i, p, a) for i, p, a in listed if check.is_present(p, a)]
+    addresses: dict[int, list[np.generic]] = {}
     for i, parameter, array in present:
-        values[i] = check.array(parameter, array)
+        addresses.setdefault(i, []).append(check.array(parameter, array))
+    for i, found in addresses.items():
+        values[i] = _struct(found) if kernel[i].each else found[0]
     for _, parameter, array in present:
         check.layout(parameter, array)
     check.overlaps([(p, a) for _, p, a in present])
@@ -125,6 +129,13 @@ class _Check:
             raise self.fail(parameter, "a NumPy array", "copy it to the GPU (cupy.asarray) and pass that")
         remedy = "pass an array on the GPU" + (" or None" if parameter.optional else "")
         raise self.fail(parameter, "None" if value is None else f"a {type(value).__name__}", remedy)
+
+    def each(self, parameter: Parameter, value: Any) -> list[Any]:
+        """The arrays of an Each."""
+        if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MOST_EACH:
+            arrived = f"a list of {len(value)}" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}"
+            raise self.fail(parameter, arrived, f"pass a list of 1 to {MOST_EACH} arrays")
+        return list(value)
 
     def array(self, parameter: Parameter, array: Any) -> np.generic:
         """The array's address, once its dtype, device and number of axes are right; bare letters of its shape bind."""
@@ -211,6 +222,13 @@ def _number(value: Any, dtype: np.dtype) -> np.generic | None:
     except OverflowError:
         return None
     return result if np.isfinite(result) else None
+
+
+def _struct(addresses: list[np.generic]) -> np.generic:
+    """The bytes of an Each; null behind its arrays."""
+    words = np.zeros(MOST_EACH, np.uint64)
+    words[: len(addresses)] = addresses
+    return words.view(f"V{words.nbytes}")[0]
 
 
 def _plain(value: Any) -> Constant:

@@ -6,11 +6,13 @@ A kernel is written with one parameter a line, and a comment that states each ar
         const Act* __restrict__ x,  // [R, 2*D] aligned 16; of both halves
         const float* __restrict__ bias,  // [D] or null
         Act* __restrict__ out,  // [R, D] strides [2*D, 1]
+        const __grid_constant__ Each<const Act> k,  // [R, D] of each layer
         int D,
         float factor)  // free text
 
 Capital names are sizes: a bare one is bound by the array, an expression (+ - * / % and parentheses, / rounds down) is
-computed. Without `strides` (in elements) an array is C-contiguous. The file's leading comment may hold:
+computed. Without `strides` (in elements) an array is C-contiguous. `Each` (common.cuh) is up to MOST_EACH arrays that
+are alike, such as one of each layer. The file's leading comment may hold:
 
     // sizes: K=64,128 Act=bf16 | K=3 Act=float     what to compile in tests: sets of compile-time constants
     // arch: 90a                                    runs on these architectures only (default: on all)
@@ -50,12 +52,15 @@ TYPES = {
 """C type -> dtype of the array; bfloat16 is that of ml_dtypes. CuPy has no 8-bit floats: uint8 holds their bits."""
 SCALARS = {c for c in TYPES if c.split()[-1] in ("bool", "int", "unsigned", "long", "float", "double")}
 
+MOST_EACH = 96  # arrays in an Each of common.cuh
+
 _KERNEL = re.compile(r'^[ \t]*extern "C" __global__ void\b[^;{\n]*?\b(?P<name>[A-Za-z_]\w*)\([ \t]*$', re.M)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _PARAMETER = re.compile(
     r"(?P<const>const\s+)?(?P<type>\w+(?:\s+\w+)*?)"
     r"\s*(?:(?P<star>\*)\s*(?P<restrict>__restrict__\s+)?|\s)(?P<name>[A-Za-z_]\w*)"
 )
+_EACH = re.compile(r"const\s+__grid_constant__\s+Each<(?P<array>[^<>*]+)>\s+(?P<name>[A-Za-z_]\w*)")
 _SIZE = r"\b[A-Z]\w*"
 _OPERATORS = {
     ast.Add: operator.add,
@@ -95,6 +100,7 @@ class Parameter:
 
     type:    its C type without const and *, or the name of a type constant
     aligned: its address is a multiple of this many bytes
+    each:    it is an Each of arrays, passed as a list of them
     text:    the line as written, for messages
     """
 
@@ -108,6 +114,7 @@ class Parameter:
     aligned: int
     line: int
     text: str
+    each: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,7 +246,8 @@ def _parameters(text: str, start: int, path: Path, types: set[str]) -> tuple[Par
 
 
 def _parameter(code: str, comment: str, raw: str, line: int, path: Path, types: set[str]) -> Parameter:
-    match = _PARAMETER.fullmatch(code.strip())
+    each = _EACH.fullmatch(code.strip())
+    match = _PARAMETER.fullmatch(f"{each['array']}* {each['name']}" if each else code.strip())
     if match is None:
         _refuse(path, line, raw, "write it like `const float* __restrict__ x,  // [R, D]` or `int D,`")
     kind, array = " ".join(match["type"].split()), match["star"] is not None
@@ -262,6 +270,7 @@ def _parameter(code: str, comment: str, raw: str, line: int, path: Path, types: 
         aligned=int(aligned[1]) if aligned else 1,
         line=line,
         text=" ".join(raw.split()),
+        each=each is not None,
     )
     if parameter.strides is not None and len(parameter.strides) != len(parameter.shape or ()):
         _refuse(path, line, raw, "shape and strides differ in length")

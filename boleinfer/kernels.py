@@ -183,21 +183,22 @@ class Gpu:
         module.load(cubin)
         return module
 
-    def launch_early(
+    def launch_directly(
         self,
         function: Any,
+        early: bool,
         grid: tuple[int, int, int],
         block: tuple[int, int, int],
         values: Sequence[np.generic],
         shared: int,
         stream: Any,
     ) -> None:
-        """Queues a kernel that may start before the previous one of the stream is done (it waits by itself).
+        """Queues a kernel by the driver's cuLaunchKernelEx: CuPy passes neither attributes nor an Each by value.
 
-        CuPy has no launch with attributes, so this calls the driver's cuLaunchKernelEx."""
+        early: it may start before the previous one of the stream is done (it waits by itself)"""
         stream = self._cupy.cuda.get_current_stream() if stream is None else stream
         attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
-        config = _Config(*grid, *block, shared, stream.ptr, ctypes.pointer(attribute), 1)
+        config = _Config(*grid, *block, shared, stream.ptr, ctypes.pointer(attribute), int(early))
         held = [ctypes.create_string_buffer(value.tobytes(), value.nbytes) for value in values]
         addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(h) for h in held))
         status = self._driver.cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(function.ptr), addresses, None)
@@ -235,8 +236,8 @@ class _Config(ctypes.Structure):
 class _Module:
     """One compiled file on one device: its functions, and the dynamic shared memory that each was permitted."""
 
-    def __init__(self, gpu: Gpu, title: str, cubin: bytes, early: frozenset[str]) -> None:
-        self._gpu, self._title, self._early = gpu, title, early
+    def __init__(self, gpu: Gpu, title: str, cubin: bytes, early: frozenset[str], by_value: frozenset[str]) -> None:
+        self._gpu, self._title, self._early, self._by_value = gpu, title, early, by_value
         try:
             self._module = gpu.load(cubin)
         except Exception as error:  # CuPy's kinds of error differ between driver and runtime
@@ -256,11 +257,14 @@ class _Module:
                 ) from error
             allowed = shared
         self._functions[name] = function, allowed
-        return functools.partial(self._gpu.launch_early, function) if name in self._early else function
+        if name in self._early | self._by_value:
+            return functools.partial(self._gpu.launch_directly, function, name in self._early)
+        return function
 
 
 @functools.cache
 def _module(gpu: Gpu, device: int, source: KernelFile, constants: tuple[tuple[str, Constant], ...]) -> _Module:
     job = nvrtc.job(source, dict(constants), gpu.arch(device), cuda_folder())
+    by_value = frozenset(name for name, parameters in source.kernels.items() if any(p.each for p in parameters))
     early = source.early if int(gpu.arch(device)) >= _EARLY_SINCE else frozenset()
-    return _Module(gpu, job.title, nvrtc.build(job, nvrtc.default_cache()).cubin, early)
+    return _Module(gpu, job.title, nvrtc.build(job, nvrtc.default_cache()).cubin, early, by_value)

@@ -17,8 +17,9 @@ from boleinfer.device import NAN_BYTE, Array
 from boleinfer.device_forest import DeviceForest, Paths
 from boleinfer.forest import Forest
 from boleinfer.memory import Allocator, OutOfPlaces, buffer
-from boleinfer.ops import gdn, gdn_inputs
+from boleinfer.ops import gdn_commit
 from boleinfer.ops.attention import move_kv
+from boleinfer.ring import Ring
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class KVLayer:
-    """Keys and values of one attention layer, [pages, P, Hkv, Dh] each; keys after norm and rotation."""
+    """Keys and values of one attention layer, [pages, P, Hkv, Dh] each; keys after norm and rotation.
+
+    Of all layers together [layers, ...], as in GDNLayer.
+    """
 
     k: Array
     v: Array
@@ -48,7 +52,7 @@ class GDNLayer:
 
     window: Array
     S: Array
-    ring: gdn.Ring
+    ring: Ring
 
 
 @dataclass(frozen=True)
@@ -116,23 +120,29 @@ class State:
         self.ring_length = make((slots,), np.int32)  # one for all layers: they commit the same rows
         device.fill(self.ring_length, 0)
         gdn_layers = c.layer_types.count("linear_attention")
-        attention_layers = len(c.layer_types) - gdn_layers + mtp
+        attention_layers = len(c.layer_types) - gdn_layers
         page_shape = (page_size, c.num_key_value_heads, c.head_dim)
-        recurrent = zip(
+        self._gdn = GDNLayer(
             of_layers(gdn_layers, slots, c.linear_conv_kernel_dim - 1, 2 * Hk * K + Hv * V, dtype=dtype),
             of_layers(gdn_layers, slots, Hv, K, V, dtype=exact),
-            of_layers(gdn_layers, slots, ring, Hk, K, dtype=dtype),
-            of_layers(gdn_layers, slots, ring, Hv, V, dtype=exact),
-            of_layers(gdn_layers, slots, ring, Hv, dtype=exact),
+            Ring(
+                of_layers(gdn_layers, slots, ring, Hk, K, dtype=dtype),
+                of_layers(gdn_layers, slots, ring, Hv, V, dtype=exact),
+                of_layers(gdn_layers, slots, ring, Hv, dtype=exact),
+                self.ring_length,
+            ),
         )
-        paged = zip(*(of_layers(attention_layers, pages, *page_shape, dtype=dtype) for _ in ("k", "v")))
+        pages_of = [of_layers(attention_layers + mtp, pages, *page_shape, dtype=dtype) for _ in ("k", "v")]
+        self._kv = KVLayer(*(array[:attention_layers] for array in pages_of))
+        recurrent, paged = iter(range(gdn_layers)), iter(range(attention_layers + mtp))
 
         def kv_layer() -> KVLayer:
-            return KVLayer(*next(paged))
+            i = next(paged)
+            return KVLayer(*(array[i] for array in pages_of))
 
         def gdn_layer() -> GDNLayer:
-            window, S, k, u, g = next(recurrent)
-            return GDNLayer(window, S, gdn.Ring(k, u, g, self.ring_length))
+            i, of = next(recurrent), self._gdn
+            return GDNLayer(of.window[i], of.S[i], Ring(of.ring.k[i], of.ring.u[i], of.ring.g[i], self.ring_length))
 
         self.layers = [gdn_layer() if kind == "linear_attention" else kv_layer() for kind in c.layer_types]
         self.mtp = kv_layer() if mtp else None
@@ -182,14 +192,8 @@ class State:
         pending: per layer the factors that `forward` returned (None at attention layers)
         paths:   per request the accepted flat rows from a root down; may be empty
         """
-        for layer, factors in zip(self.layers, pending):
-            if isinstance(layer, GDNLayer) and factors is not None:
-                gdn_inputs.commit_window(factors.x, layer.window, batch.slot, batch.forest, paths)
-                gdn.commit(layer.S, layer.ring, factors.k, factors.u, factors.g, batch.slot, batch.forest, paths)
-            elif isinstance(layer, KVLayer):
-                move_kv(layer.k, layer.v, batch.page_table, batch.forest, paths)
-        gdn.advance(self.ring_length, batch.slot, paths, self._ring_capacity)
-
-    @property
-    def _ring_capacity(self) -> int:
-        return next((la.ring.g.shape[1] for la in self.layers if isinstance(la, GDNLayer)), 0)
+        found = [f for f in pending if f is not None]
+        x, k, u, g = ([getattr(f, name) for f in found] for name in "xkug")
+        memory = self._gdn
+        gdn_commit.commit(memory.window, memory.S, memory.ring, x, k, u, g, batch.slot, batch.forest, paths)
+        move_kv(self._kv.k, self._kv.v, batch.page_table, batch.forest, paths)

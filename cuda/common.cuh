@@ -117,6 +117,14 @@ __device__ __forceinline__ bool aligned16(const P*... p) {
   return ((reinterpret_cast<unsigned long long>(p) | ...) & 15) == 0;
 }
 
+// One array of each layer: up to 96 that are alike (MOST_EACH in declaration.py), by value.
+template <class T>
+struct Each {
+  T* of[96];
+
+  __device__ __forceinline__ T* operator[](int layer) const { return of[layer]; }
+};
+
 // ---- reductions -----------------------------------------------------------------------------------------------------
 
 struct Sum {

@@ -1,8 +1,8 @@
-// Moves the KV rows of accepted tree rows to the slots behind the committed ones, in place, for all requests at once.
-// Definition: move_kv in boleinfer/ops/attention.py.
+// Moves the KV rows of accepted tree rows to the slots behind the committed ones, in place, for all requests and all
+// layers at once. Definition: move_kv in boleinfer/ops/attention.py.
 //
-// grid: B, pieces of a KV row. block: 128 threads; a thread owns 16 bytes (or one number) of every row of its request and
-// moves them in the order of the path: row i goes to slot T + i, never behind its own, so that no source is lost.
+// grid: B, pieces of a KV row, layers. block: 128 threads; a thread owns 16 bytes (or one number) of
+// every row of its request and moves them in the order of the path: row i goes to slot T + i, never behind its own, so that no source is lost.
 // shared: none. Read twice: nothing.
 //
 // sizes: Act=bf16,float
@@ -21,13 +21,14 @@ __device__ void move_rows(Act* pages, const int* table, const int* path, int cou
 }
 
 extern "C" __global__ void __launch_bounds__(128) move_kv(
-    Act* __restrict__ k_pages,           // [Pages, P, Hkv, Dh]
-    Act* __restrict__ v_pages,           // [Pages, P, Hkv, Dh]
+    Act* __restrict__ k_pages,           // [Layers, Pages, P, Hkv, Dh]
+    Act* __restrict__ v_pages,           // [Layers, Pages, P, Hkv, Dh]
     const int* __restrict__ page_table,  // [B, M]
     const int* __restrict__ start,       // [B+1]
     const int* __restrict__ committed,   // [B]
     const int* __restrict__ row,         // [R] accepted rows of request b from start[b] on
     const int* __restrict__ count,       // [B]
+    int Pages,
     int Hkv,
     int Dh,
     int P,
@@ -36,6 +37,8 @@ extern "C" __global__ void __launch_bounds__(128) move_kv(
   after_previous();
   const int b = blockIdx.x, first = start[b], accepted = count[b], T = committed[b], Width = Hkv * Dh;
   const int* table = page_table + (long long)b * M;
+  const long long layer = (long long)blockIdx.z * Pages * P * Width;
+  k_pages += layer, v_pages += layer;
   constexpr int N = PER_16_BYTES<Act>;
   if (Width % N == 0 && aligned16(k_pages, v_pages)) {
     move_rows<N>(k_pages, table, row + first, accepted, first, T, P, Width);

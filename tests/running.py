@@ -63,7 +63,7 @@ class Run:
 
     def memory(self) -> list[np.ndarray]:
         """What the request remembers: per layer the folded state and the window, or the committed keys and values."""
-        from boleinfer.ops.gdn import fold
+        from boleinfer.ring import fold
 
         slot, found = self.place.slot, []
         for layer in self.state.layers:

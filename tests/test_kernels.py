@@ -383,3 +383,28 @@ def test_what_the_driver_refuses(gpu, mix, monkeypatch):
     monkeypatch.setattr(gpu, "load", refuse)
     with pytest.raises(KernelError, match=r"mix.cu for sm_90 with K=8 .*: the driver refuses .*NO_BINARY"):
         run(mix, right(K=8), constants=CONSTANTS | {"K": 8})
+
+
+def test_arrays_of_layers_are_checked_one_by_one_and_passed_by_value(gpu, tmp_path, monkeypatch):
+    file, seen = tmp_path / "each.cu", []
+    file.write_text(
+        'extern "C" __global__ void k(\n  const __grid_constant__ Each<const float> x,  // [R, 4] strides [Ld, 1]\n'
+        "  int Ld)\n{ }\n"
+    )
+    monkeypatch.setattr(FakeGpu, "launch_directly", lambda *a: seen.append(a[1:]), raising=False)
+    layers = [aligned((3, 8))[:, :4] for _ in range(5)]
+    launch(file, "k", 1, 32, {"x": layers, "Ld": 8})
+    ((_, early, _, _, (value, pitch), *_),) = seen
+    assert not early and pitch == 8 and value.nbytes == 8 * 96
+    assert np.frombuffer(value.tobytes(), np.uint64).tolist() == [x.ctypes.data for x in layers] + [0] * 91
+    for wrong, message in [
+        ([], "a list of 0, .*pass a list of 1 to 96 arrays"),
+        (layers * 20, "a list of 100, "),
+        (layers[0], "a ndarray, "),
+        ([*layers, None], "x is None"),
+        ([*layers, aligned((2, 8))[:, :4]], r"float32 \[2, 4\].*expected \[3, 4\]"),
+        ([*layers, aligned((3, 9))[:, :4]], r"strides \[9, 1\]"),
+        ([*layers, aligned((3, 8), np.float64)[:, :4]], "pass float32"),
+    ]:
+        with pytest.raises(KernelError, match=message):
+            launch(file, "k", 1, 32, {"x": wrong, "Ld": 8})

@@ -171,13 +171,13 @@ def move_kv(
     forest: Forest | DeviceForest,
     paths: Sequence[np.ndarray] | Paths,
 ) -> None:
-    """Move the KV of accepted rows behind the committed tokens, in place: row i of a path to slot T + i.
+    """Move the KV of accepted rows of all layers behind the committed tokens, in place: row i of a path to slot T + i.
 
-    k_pages, v_pages: [pages, P, Hkv, Dh]; page_table: int32 [B, M]
+    k_pages, v_pages: [layers, pages, P, Hkv, Dh]; page_table: int32 [B, M]
     paths: increasing flat rows, an array for each request; on the GPU Paths
     """
     if isinstance(paths, Paths):
-        (_, P, Hkv, Dh), (B, M) = k_pages.shape, page_table.shape
+        (layers, pages, P, Hkv, Dh), (B, M) = k_pages.shape, page_table.shape
         width = Hkv * Dh // (16 // k_pages.dtype.itemsize) if Hkv * Dh * k_pages.dtype.itemsize % 16 == 0 else Hkv * Dh
         args = {
             "k_pages": k_pages,
@@ -186,17 +186,26 @@ def move_kv(
             "row": paths.row,
             "count": paths.count,
         }
-        args |= {"start": forest.start, "committed": forest.committed, "Hkv": Hkv, "Dh": Dh, "P": P, "M": M}
-        kernels.launch(
-            "move_kv.cu", "move_kv", (B, -(-width // 128)), 128, args, constants={"Act": device.c_type(k_pages)}
-        )
+        args |= {
+            "start": forest.start,
+            "committed": forest.committed,
+            "Pages": pages,
+            "Hkv": Hkv,
+            "Dh": Dh,
+            "P": P,
+            "M": M,
+        }
+        grid, constants = (B, -(-width // 128), layers), {"Act": device.c_type(k_pages)}
+        if B and layers:
+            kernels.launch("move_kv.cu", "move_kv", grid, 128, args, constants=constants)
         return
-    P = k_pages.shape[1]
+    P = k_pages.shape[2]
     for b, path in enumerate(paths):
         source = forest.committed[b] + path - forest.start[b]
         target = forest.committed[b] + np.arange(len(path))
         read, write = ((page_table[b, slot // P], slot % P) for slot in (source, target))
-        k_pages[write], v_pages[write] = k_pages[read], v_pages[read]
+        for pages in (k_pages, v_pages):
+            pages[:, write[0], write[1]] = pages[:, read[0], read[1]]
 
 
 def _pages(rng: np.random.Generator, forest: Forest, P: int, Hkv: int, Dh: int) -> dict[str, Any]:
@@ -232,7 +241,9 @@ def _move_case(trees: list[list[int]], T: int, paths: list[list[int]], P: int, H
     def build(rng: np.random.Generator) -> dict[str, Any]:
         forest = _forest(trees, T)
         accepted = [start + np.asarray(path, np.int32) for start, path in zip(forest.start, paths)]
-        return _pages(rng, forest, P, Hkv, Dh) | {"paths": accepted}
+        memory = _pages(rng, forest, P, Hkv, Dh)
+        both = {name: np.stack([memory[name], 2 * memory[name]]) for name in ("k_pages", "v_pages")}  # two layers
+        return memory | both | {"paths": accepted}
 
     label = f"R={'+'.join(str(len(p)) for p in trees)} m={'+'.join(str(len(p)) for p in paths)}"
     return Case(f"{label} T={T} P={P} Hkv={Hkv} Dh={Dh}", build, ("k_pages", "v_pages"))

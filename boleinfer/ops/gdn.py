@@ -1,4 +1,4 @@
-"""Gated delta rule on a forest: the recurrence, its chunk and tree forms, and how accepted rows are committed.
+"""Gated delta rule on a forest: the recurrence, its chunk and tree forms.
 
 Knows no other op and no model. In every function below
 * `g` is the natural-log decay (<= 0, -inf allowed: a full reset), G its sum along the root path;
@@ -15,38 +15,20 @@ are used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from boleinfer import device, kernels
 from boleinfer.device import Array
-from boleinfer.device_forest import TREE_ROWS, DeviceForest, Paths
+from boleinfer.device_forest import TREE_ROWS, DeviceForest
 from boleinfer.forest import Forest, Tree
 from boleinfer.kernels import KernelError
 from boleinfer.ops import Case
+from boleinfer.ring import Ring, fold
 
 CHUNK = 64  # rows of a long chain taken at once
 BLOCK = 16  # rows of the triangular system inverted at once
-
-
-class Ring(NamedTuple):
-    """Rows committed since the checkpoint S, per slot: a chain before every tree. Entries 0 .. length-1 are valid.
-
-    k: [slots, C, Hk, K]; u: [slots, C, Hv, V]; g: [slots, C, Hv]; on the GPU u and g are float32
-    length: int [slots], shared by all layers: `advance` writes it when all have committed
-    """
-
-    k: Array
-    u: Array
-    g: Array
-    length: Array
-
-    def filled(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Views of the valid k, u and g of one slot."""
-        c = int(self.length[slot])
-        return self.k[slot, :c], self.u[slot, :c], self.g[slot, :c]
 
 
 def recurrent(
@@ -193,78 +175,6 @@ def gdn(
     return o, u
 
 
-def fold(S: np.ndarray, k: np.ndarray, u: np.ndarray, g: np.ndarray) -> np.ndarray:
-    """The state after m more tokens of known u: e^{G_m} S + sum_i e^{G_m - G_i} k_i u_i^T.
-
-    S: [Hv, K, V]; k: [m, Hk, K]; u: [m, Hv, V]; g: [m, Hv]. Returns a new [Hv, K, V].
-    """
-    Hv, K, V = S.shape
-    m, Hk, _ = k.shape
-    gsum = np.maximum(g, -800).cumsum(0, dtype=np.float64)
-    total = gsum[-1] if m else np.zeros(Hv)
-    faded = u * np.exp((total - gsum).astype(u.dtype))[:, :, None]  # [m, Hv, V]
-    added = k.transpose(1, 2, 0)[:, None] @ faded.transpose(1, 0, 2).reshape(Hk, Hv // Hk, m, V)
-    return S * np.exp(total.astype(S.dtype))[:, None, None] + added.reshape(Hv, K, V)
-
-
-def ring_after(length: int, m: int, C: int) -> int:
-    """Ring length after committing m rows to a ring of capacity C that holds `length`.
-
-    Rows are appended while they fit; else the ring is folded into the state first, and the rows themselves too
-    when they are more than C.
-    """
-    if length + m <= C:
-        return length + m
-    return m if m <= C else 0
-
-
-def commit(
-    S: Array,
-    ring: Ring,
-    k: Array,
-    u: Array,
-    g: Array,
-    slot: Array,
-    forest: Forest | DeviceForest,
-    paths: Sequence[np.ndarray] | Paths,
-) -> None:
-    """Commit the accepted rows of each request, in place, by the rule of `ring_after`.
-
-    S: [slots, Hv, K, V] and ring.k, ring.u, ring.g are written at `slot` only. ring.length is left as it was, for the
-    layers to come: `advance` sets it in the end.
-    k: [R, Hk, K]; u: [R, Hv, V]; g: [R, Hv]
-    paths: B arrays of flat rows from a root downwards, possibly empty (Paths on the GPU)
-    """
-    if isinstance(paths, Paths):
-        return _launch_commit(S, ring, k, u, g, slot, forest, paths)
-    C = ring.k.shape[1]
-    for s, path in zip(slot, paths):
-        m, first = len(path), int(ring.length[s])
-        if not m:
-            continue
-        if first + m > C:
-            S[s] = fold(S[s], *ring.filled(s))
-            first = 0
-        if m > C:
-            S[s] = fold(S[s], k[path], u[path], g[path])
-        else:
-            here = slice(first, first + m)
-            ring.k[s, here], ring.u[s, here], ring.g[s, here] = k[path], u[path], g[path]
-
-
-def advance(length: Array, slot: Array, paths: Sequence[np.ndarray] | Paths, C: int) -> None:
-    """Ring lengths after all layers have committed, in place, by `ring_after`.
-
-    length: int [slots], written at `slot` only; slot, paths: as in `commit`; C: capacity of the ring
-    """
-    if isinstance(paths, Paths):
-        (B,) = slot.shape
-        args = {"length": length, "slot": slot, "count": paths.count, "B": B, "C": C}
-        return kernels.launch("gdn_advance.cu", "gdn_advance", -(-B // 128), 128, args)
-    for s, path in zip(slot, paths):
-        length[s] = ring_after(int(length[s]), len(path), C)
-
-
 # ---- the GPU ---------------------------------------------------------------------------------------------------------
 
 WIDTHS = 16, 32, 64, 128  # of K and V that the kernels are for
@@ -297,19 +207,6 @@ def _launch(
     return o, u
 
 
-def _launch_commit(
-    S: Array, ring: Ring, k: Array, u: Array, g: Array, slot: Array, forest: Forest | DeviceForest, paths: Paths
-) -> None:
-    Hk, Hv, C, B = k.shape[1], u.shape[1], ring.k.shape[1], len(slot)
-    constants, grid, block = _tiles(k, S, ring, B)
-    args = {"k": k, "u": u, "g": g, "ring_k": ring.k, "ring_u": ring.u, "ring_g": ring.g, "length": ring.length}
-    args |= {"slot": slot, "start": forest.start, "row": paths.row, "count": paths.count, "Hk": Hk, "Hv": Hv, "C": C}
-    if len(k) and B:
-        kernels.launch("gdn_commit.cu", "gdn_fold", grid, block, args | {"S": S}, constants=constants)
-        if C:
-            kernels.launch("gdn_commit.cu", "gdn_append", (C, B), 256, args, constants=constants)
-
-
 # ---- CASES -----------------------------------------------------------------------------------------------------------
 
 
@@ -331,8 +228,8 @@ def _path_case(T: int, Hk: int, Hv: int, K: int, V: int) -> Case:
     return Case(f"T={T} Hk={Hk} Hv={Hv} K={K} V={V}", build, gpu=False)
 
 
-def _forest_case(trees: list[list[int]], C: int, *sizes: int, hard: bool = False, commits: bool = False) -> Case:
-    """A batch for gdn, or for commit: the path to the last node of each tree, of every fifth tree none.
+def _forest_case(trees: list[list[int]], C: int, *sizes: int, hard: bool = False) -> Case:
+    """A batch for gdn.
 
     sizes: Hk, Hv, K, V. Slot s holds s % (C+1) ring entries; all that nobody owns or has written is NaN.
     """
@@ -348,17 +245,11 @@ def _forest_case(trees: list[list[int]], C: int, *sizes: int, hard: bool = False
             array[np.arange(C) >= length[:, None]] = np.nan
         S = rng.standard_normal((slots, Hv, K, V))
         S[0] = np.nan
-        memory = {"S": S, "ring": Ring(k, u, g, length), "slot": slot, "forest": forest}
-        if not commits:
-            return rows | memory
-        nodes = [t.path(len(t) - 1)[: len(t) * (b % 5 < 4)] for b, t in enumerate(forest.trees)]
-        paths = [path + start for path, start in zip(nodes, forest.start)]
-        return {"k": rows["k"], "u": rows["v"], "g": rows["g"], **memory, "paths": paths}
+        return rows | {"S": S, "ring": Ring(k, u, g, length), "slot": slot, "forest": forest}
 
     label = f"R={'+'.join(str(len(p)) for p in trees)} C={C} Hk={Hk} Hv={Hv} K={K} V={V}" + " hard" * hard
-    outputs, bound = (("S", "ring"), 2e-6) if commits else ((), 4e-3)
     wide = ("u", "g", "beta", "S", "ring.u", "ring.g")
-    return Case(label, build, outputs, bound_bf16=bound, wide=wide, gpu=K in WIDTHS and V in WIDTHS)
+    return Case(label, build, bound_bf16=4e-3, wide=wide, gpu=K in WIDTHS and V in WIDTHS)
 
 
 def _chain(n: int) -> list[int]:
@@ -388,13 +279,5 @@ CASES = {
         _forest_case([_binary(64)], 32, 16, 16, 128, 128),
         _forest_case([_chain(130), _RAGGED, _binary(128)], 32, 16, 48, 128, 128),
         _forest_case([_binary(128), _chain(300)], 64, 16, 64, 128, 128, hard=True),
-    ],
-    "commit": [
-        _forest_case([_RAGGED, [-1], _chain(129)], 5, 1, 3, 7, 5, commits=True),
-        _forest_case([_chain(3)] * 7 + [_chain(130), _RAGGED, _chain(8)], 7, 2, 4, 32, 16, commits=True),
-        _forest_case([_chain(n) for n in (64, 65, 63, 1, 300)], 64, 1, 4, 16, 16, commits=True),
-        _forest_case([_chain(200), _RAGGED, _chain(17)], 16, 1, 3, 32, 32, hard=True, commits=True),
-        _forest_case([_binary(64), _chain(2)], 32, 2, 4, 64, 128, commits=True),
-        _forest_case([_chain(1000), _binary(100)], 32, 16, 32, 128, 128, commits=True),
     ],
 }

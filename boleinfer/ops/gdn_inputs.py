@@ -1,15 +1,14 @@
-"""What GDN reads: causal convolution on a forest, the window it continues from, L2 norms, gates. Knows no other op."""
+"""What GDN reads: causal convolution on a forest, L2 norms, gates. Knows no other op."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from boleinfer import device, kernels
 from boleinfer.device import Array
-from boleinfer.device_forest import DeviceForest, Paths
+from boleinfer.device_forest import DeviceForest
 from boleinfer.forest import Forest, Tree
 from boleinfer.ops import Case, sigmoid, silu
 
@@ -88,25 +87,6 @@ def gates(a: np.ndarray, b: np.ndarray, A_log: np.ndarray, dt_bias: np.ndarray) 
     return g.astype(a.dtype, copy=False), sigmoid(b)
 
 
-def commit_window(
-    x: Array, window: Array, slot: Array, forest: Forest | DeviceForest, paths: Sequence[np.ndarray] | Paths
-) -> None:
-    """Keep, in place, the last W-1 inputs of (window ++ accepted rows) of each request.
-
-    x:      [R, Cc], the inputs before the convolution: rows of a wider matrix
-    window: [slots, W-1, Cc], written at `slot` only
-    slot:   int [B]
-    paths:  B arrays of flat rows from a root downwards (Paths on the GPU); an empty one changes nothing
-    """
-    if isinstance(paths, Paths):
-        return _launch_commit(x, window, slot, forest, paths)
-    kept = window.shape[1]
-    for s, path in zip(slot, paths):
-        m = min(len(path), kept)
-        if m:
-            window[s] = np.concatenate((window[s, m:], x[path[-m:]]))
-
-
 # ---- the GPU ---------------------------------------------------------------------------------------------------------
 
 THREADS = 128
@@ -143,16 +123,6 @@ def _launch(
         constants = {"K": K, "V": V, "W": W, "Act": device.c_type(qkvz)}
         kernels.launch("gdn_inputs.cu", "gdn_inputs", -(-R // span) * (heads + 1), THREADS, args, constants=constants)
     return q, k, v, g, beta
-
-
-def _launch_commit(x: Array, window: Array, slot: Array, forest: Forest | DeviceForest, paths: Paths) -> None:
-    (R, Cc), (B,) = x.shape, slot.shape
-    if B and R:
-        args = {"x": x, "window": window, "slot": slot, "start": forest.start, "row": paths.row, "count": paths.count}
-        parts = -(-Cc // 1024)
-        args |= {"Cc": Cc, "Ldx": x.strides[0] // x.itemsize, "Parts": parts}
-        constants = {"W": window.shape[1] + 1, "Act": device.c_type(x)}
-        kernels.launch("commit_window.cu", "commit_window", B * parts, THREADS, args, constants=constants)
 
 
 # ---- CASES -----------------------------------------------------------------------------------------------------------
@@ -197,19 +167,6 @@ def _conv_case(trees: list[list[int]], Cc: int, W: int) -> Case:
     return Case(_label(trees, Cc=Cc, W=W), build, gpu=False)
 
 
-def _commit_case(trees: list[list[int]], Cc: int, W: int, extra: int) -> Case:
-    """The path to the last node of each tree, of every third tree none; x is the left part of Cc + extra columns."""
-
-    def build(rng: np.random.Generator) -> dict[str, Any]:
-        batch = _batch(rng, trees, Cc, W)
-        forest = batch["forest"]
-        nodes = [t.path(len(t) - 1)[: len(t) * (b % 3 < 2)] for b, t in enumerate(forest.trees)]
-        x = rng.standard_normal((len(forest), Cc + extra))[:, :Cc]
-        return {"x": x, **batch, "paths": [path + start for path, start in zip(nodes, forest.start)]}
-
-    return Case(_label(trees, Cc=Cc, W=W), build, outputs=("window",), bound=0.0, bound_bf16=0.0)
-
-
 def _l2_case(R: int, H: int, K: int) -> Case:
     return Case(f"R={R} Hk={H} K={K}", lambda rng: {"x": rng.standard_normal((R, H, K))}, gpu=False)
 
@@ -239,13 +196,6 @@ CASES: dict[str, list[Case]] = {
         _inputs_case([[-1]], 16, 128, 32, 128, 4),
         _inputs_case([[-1]] * 5 + [_RAGGED], 16, 128, 48, 128, 4),
         _inputs_case([_BINARY, _chain(130), _RAGGED], 16, 128, 32, 128, 4),
-    ],
-    "commit_window": [
-        _commit_case([[-1]], 3, 4, 2),
-        _commit_case([_RAGGED, [-1], [-1], _chain(2), _chain(3), _RAGGED, _chain(70)], 65, 4, 7),
-        _commit_case([_RAGGED, _chain(5)], 24, 2, 8),
-        _commit_case([_chain(3), _chain(9), _RAGGED], 1024, 8, 64),
-        _commit_case([_chain(1), _BINARY, _RAGGED, _chain(2)], 8192, 4, 4096),
     ],
     "causal_conv": [
         _conv_case([[-1]], 3, 4),

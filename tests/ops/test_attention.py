@@ -82,7 +82,7 @@ def test_nodes_equal_their_root_path_and_commits_equal_feeding_it(data, seed, dt
         assert before == pool.k.tobytes() + pool.v.tobytes() and out.dtype == dtype
         check_nodes(out, q, gate, k, v, pool, forest, 0.7)
         paths = data.draw(some.accepted(forest))
-        move_kv(pool.k, pool.v, pool.table, forest, paths)
+        move_kv(pool.k[None], pool.v[None], pool.table, forest, paths)
         for b, path in enumerate(paths):
             T, N, m = int(forest.committed[b]), len(forest.trees[b]), len(path)
             pool.past[b] = np.concatenate((pool.past[b], np.stack((k[path], v[path]))), axis=1)
@@ -150,7 +150,7 @@ def test_f32_accepted_rows_are_compacted_across_page_edges(path, T):
     others = np.setdiff1d(np.arange(len(pool.k)), pool.table[0])
     kept = pool.k[others].tobytes() + pool.v[others].tobytes()
     forest = Forest.of([some.tree_of(some.roots(8)), some.tree_of([-1])], [T, 20])
-    move_kv(pool.k, pool.v, pool.table, forest, [np.asarray(path), np.zeros(0, int)])
+    move_kv(pool.k[None], pool.v[None], pool.table, forest, [np.asarray(path), np.zeros(0, int)])
     np.testing.assert_array_equal(pool.get(0, range(T)), pool.past[0])
     np.testing.assert_array_equal(pool.get(0, range(T, T + len(path))), tree_rows[:, list(path)])
     assert pool.k[others].tobytes() + pool.v[others].tobytes() == kept
@@ -194,7 +194,7 @@ def test_f29_a_pool_above_2_31_elements():
     low[0, 1] = 4
     for (k_pages, v_pages), table in ((small, low), (big, pages - 6 + low)):
         write_kv(k, v, k_pages, v_pages, table, forest)
-        move_kv(k_pages, v_pages, table, forest, [np.zeros(0, int), np.asarray([30, 35])])
+        move_kv(k_pages[None], v_pages[None], table, forest, [np.zeros(0, int), np.asarray([30, 35])])
         outs.append(tree_attention(q, gate, k_pages, v_pages, table, forest, 0.1))
     np.testing.assert_array_equal(*outs)
     assert np.abs(outs[0]).max() > 0

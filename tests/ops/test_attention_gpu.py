@@ -167,7 +167,7 @@ def check_move(rng, scene):
                 new[table[b, target // P], target % P] = old[table[b, source // P], source % P]
     pages = [device.upload(x) for x in (k, v)]
     given = Paths(device.upload(row), device.upload(count))
-    move_kv(*pages, device.upload(table), scene.device_forest(), given)
+    move_kv(*(x[None] for x in pages), device.upload(table), scene.device_forest(), given)
     assert [device.download(x).tobytes() for x in pages] == [x.tobytes() for x in expected]
 
 
@@ -305,8 +305,8 @@ class TestOnAGpu:
         row = np.full(scene.R, -1, np.int32)
         row[:3] = [0, 2, 6]
         paths = Paths(device.upload(row), device.upload(np.asarray([3, 0], np.int32)))
-        move_kv(*big, high, arguments[5], paths)
-        move_kv(k, v, table, arguments[5], paths)
+        move_kv(*(x[None] for x in big), high, arguments[5], paths)
+        move_kv(k[None], v[None], table, arguments[5], paths)
         assert device.download(big[0][-len(k) :]).tobytes() == device.download(k).tobytes()
 
 

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from transformers.models.qwen3_next import modeling_qwen3_next as hf
 
 from boleinfer.forest import Forest
-from boleinfer.ops.gdn import Ring, advance, chunked, commit, fold, gdn, recurrent, ring_after, tree
+from boleinfer.ops.gdn import chunked, gdn, recurrent, tree
+from boleinfer.ops.gdn_commit import advance, commit_factors
+from boleinfer.ring import Ring, fold, ring_after
 from tests import strategies as some
 
 
@@ -87,7 +89,7 @@ def test_nodes_equal_their_root_path_and_commits_equal_feeding_it(data, seed, dt
             some.assert_near(o[forest.rows(b)], o_ref, f"o of request {b}")
             some.assert_near(u[forest.rows(b)], u_ref, f"u of request {b}")
         paths = data.draw(some.accepted(forest))
-        commit(S, ring, k, u, g, slot, forest, paths)
+        commit_factors(S, ring, k, u, g, slot, paths)
         advance(ring.length, slot, paths, C)
         for b, (s, path) in enumerate(zip(slot, paths)):
             if len(path):
@@ -213,7 +215,7 @@ def test_f18_a_tiny_decay_keeps_memory_over_4096_tokens(piece):
         path = np.arange(min(piece, T - first))
         forest = Forest.of([some.tree_of(some.chain(piece))], [first])
         _, u = gdn(q, k, v, g, beta, S, ring, [0], forest)
-        commit(S, ring, k, u, g, [0], forest, [path])
+        commit_factors(S, ring, k, u, g, [0], [path])
         advance(ring.length, [0], [path], C)
     some.assert_near(current(S, ring, 0), kept)
 
@@ -231,7 +233,7 @@ def test_f27_error_stays_flat_over_8192_tokens_and_other_layers_are_untouched():
         g, beta = -rng.uniform(0, 2e-3, g.shape).astype(np.float32), rng.uniform(0, 1, g.shape).astype(np.float32)
         forest = Forest.of([some.tree_of(some.chain(4))], [first])
         _, u = gdn(q, k, v, g, beta, S[1], ring, slot, forest)
-        commit(S[1], ring, k, u, g, slot, forest, [np.arange(4)])
+        commit_factors(S[1], ring, k, u, g, slot, [np.arange(4)])
         advance(ring.length, slot, [np.arange(4)], C)
         exact = recurrent(*(x.astype(np.float64) for x in (q, k, v, g, beta)), exact)[2]
         if first % 1024 == 1020:
@@ -251,9 +253,8 @@ def test_f16_f17_a_commit_changes_no_other_slot_and_not_the_length():
     _, k, u, g, _ = random_rows(rng, 20, Hk, Hv, K, V, np.float32)
     before = [x.copy() for x in (S, *ring)]
     slot = np.asarray([7, 0, 3, 1])  # full, empty, nearly full, full but nothing accepted
-    forest = Forest.of([some.tree_of(some.chain(5))] * 4, [0] * 4)
     paths = [np.asarray([0, 3]), np.arange(5, 15), np.asarray([16, 18]), np.asarray([], np.int32)]
-    commit(S, ring, k, u, g, slot, forest, paths)
+    commit_factors(S, ring, k, u, g, slot, paths)
     np.testing.assert_array_equal(ring.length, before[-1])
     for s in range(slots):
         same = all(x[s].tobytes() == y[s].tobytes() for x, y in zip((S, *ring[:3]), before))

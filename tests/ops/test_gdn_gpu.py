@@ -10,7 +10,9 @@ from boleinfer.device_forest import DeviceForest, Paths
 from boleinfer.forest import Forest
 from boleinfer.kernels import KernelError
 from boleinfer.ops import gdn as ops
-from boleinfer.ops.gdn import Ring, advance, commit, fold, gdn, ring_after, tree
+from boleinfer.ops.gdn import gdn, tree
+from boleinfer.ops.gdn_commit import commit
+from boleinfer.ring import Ring, fold, ring_after
 from tests import strategies as some
 
 BOUND = {"float": (1e-5, 1e-5), "bf16": (8e-3, 1e-4)}  # of o, and of u and the state
@@ -83,10 +85,14 @@ class Memory:
         k, u, g = (device.upload(np.full((slots, C, *shape), np.nan).astype(dtype)) for shape, dtype in shapes)
         self.S, self.ring = device.upload(S), Ring(k, u, g, device.upload(np.zeros(slots, np.int32)))
         self.device_slot = device.upload(self.slot)
+        window = np.full((slots, 3, 2 * Hk * K + Hv * V), np.nan, np.float32)
+        window[self.slot] = rng.standard_normal((B, *window.shape[1:]))
+        self.windows = window.astype(device.dtype(act))
+        self.window = device.upload(self.windows)
         self.lengths = np.zeros(slots, np.int32)
 
     def bytes(self):
-        return b"".join(device.download(x).tobytes() for x in (self.S, *self.ring))
+        return b"".join(device.download(x).tobytes() for x in (self.window, self.S, *self.ring))
 
     def rows(self, rng, R, hard):
         """q, k, v of the activations' type, g and beta float32."""
@@ -107,7 +113,8 @@ class Memory:
         for b, t in enumerate(forest.trees):
             if t.is_chain and len(t) and rng.random() < 0.5:
                 nodes[b] = t.path(len(t) - 1)
-        self.commit(envelope, on, rows, (k, u, g), nodes)
+        x = rng.standard_normal((len(forest), self.windows.shape[2])).astype(self.windows.dtype)
+        self.commit(envelope, on, [x, *rows], (envelope.rows(x), k, u, g), nodes)
 
     def compare(self, envelope, rows, o, u):
         self.u = np.zeros(u.shape)
@@ -122,20 +129,27 @@ class Memory:
 
     def commit(self, envelope, forest, rows, factors, nodes):
         paths = envelope.paths(nodes)
-        commit(self.S, self.ring, *factors, self.device_slot, forest, paths)
-        assert (device.download(self.ring.length) == self.lengths).all(), "commit changed the lengths"
-        advance(self.ring.length, self.device_slot, paths, self.C)
+        self.commit_on_device(factors, forest, paths)
         S, ring = device.download(self.S), Ring(*map(device.download, self.ring))
         ring = Ring(*(x.astype(np.float64) for x in ring[:3]), ring.length)
         for b, (s, path) in enumerate(zip(self.slot, nodes)):
             self.lengths[s] = ring_after(int(self.lengths[s]), len(path), self.C)
             at = np.asarray(path, int) + envelope.forest.start[b]
-            k, g = (rows[i][at].astype(np.float64) for i in (1, 3))
+            k, g = (rows[i][at].astype(np.float64) for i in (2, 4))
+            self.windows[s] = np.concatenate((self.windows[s], rows[0][at]))[-3:]
             self.states[b] = fold(self.states[b], k, self.u[at], g)
             near(fold(S[s].astype(np.float64), *ring.filled(s)), self.states[b], BOUND[self.act][1], f"state of {b}")
         assert (ring.length == self.lengths).all()
+        assert device.download(self.window).tobytes() == self.windows.tobytes()
         others = np.setdiff1d(np.arange(len(S)), self.slot)
         assert np.isnan(S[others]).all() and all(np.isnan(x[others]).all() for x in ring[:3])
+
+    def commit_on_device(self, factors, forest, paths):
+        """As the only layer."""
+        k, u, g, length = self.ring
+        ring = Ring(k[None], u[None], g[None], length)
+        of_layers = [[x] for x in factors]
+        commit(self.window[None], self.S[None], ring, *of_layers, self.device_slot, forest, paths)
 
 
 def random_tree(rng, largest):
@@ -270,6 +284,6 @@ def test_nothing_accepted_writes_nothing(gpu):
     rows = memory.rows(rng, 72, False)
     k, u, g = (envelope.rows(x) for x in (rows[1], rows[2].astype(np.float32), rows[3]))
     paths = envelope.paths([[], []])
-    commit(memory.S, memory.ring, k, u, g, memory.device_slot, envelope.upload(), paths)
-    advance(memory.ring.length, memory.device_slot, paths, 4)
+    x = device.upload(np.full((envelope.R, 48), np.nan).astype(k.dtype))
+    memory.commit_on_device((x, k, u, g), envelope.upload(), paths)
     assert memory.bytes() == before

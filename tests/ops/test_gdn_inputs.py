@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from transformers.models.qwen3_next import modeling_qwen3_next as hf
 
 from boleinfer.forest import Forest
-from boleinfer.ops.gdn_inputs import causal_conv, commit_window, gates, gdn_inputs, l2_norm
+from boleinfer.ops.gdn_commit import commit_window
+from boleinfer.ops.gdn_inputs import causal_conv, gates, gdn_inputs, l2_norm
 from tests import strategies as some
 
 
@@ -53,7 +54,7 @@ def test_nodes_equal_their_root_path_and_commits_equal_feeding_it(data, seed, dt
                 path = forest.start[b] + tree.path(n)
                 some.assert_near(y[path[-1]], plain_run([*histories[b], *x[path]], w), f"request {b} node {n}")
         paths = data.draw(some.accepted(forest))
-        commit_window(x, window, slot, forest, paths)
+        commit_window(x, window, slot, paths)
         for b, path in enumerate(paths):
             histories[b] += list(x[path])
             np.testing.assert_array_equal(window[slot[b]], window_of(histories[b], W - 1, Cc))
@@ -73,7 +74,7 @@ def test_f06_prompts_shorter_than_the_window(prompt, piece):
         y = causal_conv(x[first:last], w, window, slot, forest)
         for n in range(first, last):
             some.assert_near(y[n - first], plain_run(x[: n + 1], w))
-        commit_window(x[first:last], window, slot, forest, [np.arange(last - first)])
+        commit_window(x[first:last], window, slot, [np.arange(last - first)])
         np.testing.assert_array_equal(window[0], window_of(x[:last], W - 1, Cc))
 
 
@@ -82,9 +83,8 @@ def test_f17_a_commit_touches_only_its_own_slots():
     window = rng.standard_normal((9, 3, 4)).astype(np.float32)
     x = rng.standard_normal((6, 4)).astype(np.float32)
     kept = window.copy()
-    forest = Forest.of([some.tree_of(p) for p in ([-1, 0, 0], [-1], [-1, 0])], [0, 0, 0])
     paths = [np.asarray([0, 2]), np.asarray([], np.int32), np.asarray([5])]
-    commit_window(x, window, np.asarray([8, 0, 4]), forest, paths)
+    commit_window(x, window, np.asarray([8, 0, 4]), paths)
     changed = [s for s in range(9) if window[s].tobytes() != kept[s].tobytes()]
     assert changed == [4, 8]
 

@@ -11,7 +11,8 @@ from boleinfer import device, device_forest, kernels
 from boleinfer.device_forest import DeviceForest, Paths
 from boleinfer.forest import Forest
 from boleinfer.kernels import KernelError, ToolchainError
-from boleinfer.ops import attention_inputs, gdn_inputs, relative_error, rope
+from boleinfer.ops import attention_inputs, gdn_commit, gdn_inputs, relative_error, rope
+from boleinfer.ring import Ring
 from tests import strategies as some
 from tests.emulator import emulated, missing
 
@@ -43,11 +44,22 @@ def cuda():
 ACTS = ["bf16", "float"]
 OPS = {
     "gdn_inputs": gdn_inputs,
-    "commit_window": gdn_inputs,
     "attention_inputs": attention_inputs,
     "rope_table": rope,
 }
 CASES = [(name, case) for name, file in OPS.items() for case in file.CASES[name]]
+
+
+def commit_windows(x, window, slot, forest, paths):
+    """Commits the inputs x of a layer whose states and other factors are all zero."""
+    zeros = [np.zeros(shape, np.float32) for shape in ((2, 1, 16), (2, 1, 16), (2, 1))]
+    R, slots = len(x), len(window)
+    factors = [np.zeros((R, *z.shape[1:]), z.dtype) for z in zeros]
+    ring = [np.zeros((1, slots, *z.shape), z.dtype) for z in zeros]
+    ring[0], factors[0] = (a.astype(x.dtype) for a in (ring[0], factors[0]))
+    on = Ring(*map(device.upload, ring), device.upload(np.zeros(slots, np.int32)))
+    S = device.upload(np.zeros((1, slots, 1, 16, 16), np.float32))
+    gdn_commit.commit(window[None], S, on, [x], *([device.upload(f)] for f in factors), slot, forest, paths)
 
 
 def rounded(arguments, act, wide=()):
@@ -189,17 +201,22 @@ def test_addresses_that_are_no_multiple_of_16(gpu, act, offset):
 @pytest.mark.parametrize("Cc,Ldx", [(24, 40), (24, 27), (23, 40), (8192, 12288)])
 def test_the_window_moves_on_by_rows_of_a_wider_matrix(gpu, act, Cc, Ldx):
     rng = np.random.default_rng(4)
-    case = gdn_inputs._commit_case([some.binary(9), [-1], some.chain(2), some.chain(3), some.chain(20)], Ldx, 4, 0)
-    given = rounded(case.build(rng), act)
-    expected = given["window"][:, :, :Cc].copy()
-    gdn_inputs.commit_window(**{**given, "x": given["x"][:, :Cc], "window": expected})
-    on = uploaded(given)
-    window = device.upload(np.ascontiguousarray(given["window"][:, :, :Cc]))
-    gdn_inputs.commit_window(**{**on, "x": on["x"][:, :Cc], "window": window})
-    assert device.download(window).tobytes() == expected.tobytes()
-    none = Paths(on["paths"].row, device.upload(np.zeros(5, np.int32)))
-    gdn_inputs.commit_window(**{**on, "x": on["x"][:, :Cc], "window": window, "paths": none})
-    assert device.download(window).tobytes() == expected.tobytes()
+    forest = Forest.of(
+        [some.tree_of(p) for p in [some.binary(9), [-1], some.chain(2), some.chain(3), some.chain(20)]], [7] * 5
+    )
+    slot = rng.permutation(7)[:5].astype(np.int32)
+    x, window = (rng.standard_normal(shape).astype(device.dtype(act)) for shape in ((len(forest), Ldx), (7, 3, Cc)))
+    nodes = [t.path(len(t) - 1)[: len(t) * (b != 2)] for b, t in enumerate(forest.trees)]
+    paths = [path + start for path, start in zip(nodes, forest.start)]
+    expected = window.copy()
+    gdn_commit.commit_window(x[:, :Cc], expected, slot, paths)
+    on_x, on_window, on_slot, on = (*map(device.upload, (x, window, slot)), device_forest.upload(forest))
+    accepted = device_forest.upload_paths(forest, paths)
+    commit_windows(on_x[:, :Cc], on_window, on_slot, on, accepted)
+    assert device.download(on_window).tobytes() == expected.tobytes()
+    none = Paths(accepted.row, device.upload(np.zeros(5, np.int32)))
+    commit_windows(on_x[:, :Cc], on_window, on_slot, on, none)
+    assert device.download(on_window).tobytes() == expected.tobytes()
 
 
 def test_gates_of_extreme_inputs_are_finite(gpu):

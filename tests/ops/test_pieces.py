@@ -6,8 +6,10 @@ import pytest
 from boleinfer.forest import Forest
 from boleinfer.ops.attention import tree_attention
 from boleinfer.ops.attention_inputs import write_kv
-from boleinfer.ops.gdn import Ring, advance, commit, fold, gdn
-from boleinfer.ops.gdn_inputs import causal_conv, commit_window
+from boleinfer.ops.gdn import gdn
+from boleinfer.ops.gdn_commit import advance, commit_factors, commit_window
+from boleinfer.ops.gdn_inputs import causal_conv
+from boleinfer.ring import Ring, fold
 from tests import strategies as some
 
 Hk, Hv, K, V, W, P, slots = 1, 2, 4, 3, 4, 16, 3
@@ -37,8 +39,8 @@ class Layers:
         o, u = gdn(q, k, v, g, beta, self.S, self.ring, slot, forest)
         write_kv(k, q, self.k, self.v, self.table, forest)
         a = tree_attention(qk, qk, self.k, self.v, self.table, forest, 1.0)
-        commit_window(x, self.window, slot, forest, [np.arange(n)])
-        commit(self.S, self.ring, k, u, g, slot, forest, [np.arange(n)])
+        commit_window(x, self.window, slot, [np.arange(n)])
+        commit_factors(self.S, self.ring, k, u, g, slot, [np.arange(n)])
         advance(self.ring.length, [1], [np.arange(n)], self.ring.k.shape[1])
         self.T += n
         return np.concatenate((o.reshape(n, -1), a.reshape(n, -1)), axis=1)

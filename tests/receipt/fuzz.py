@@ -12,10 +12,10 @@ import numpy as np
 
 from boleinfer import device
 from boleinfer.device_forest import Paths
-from boleinfer.ops import gdn_inputs, relative_error
+from boleinfer.ops import gdn_commit, gdn_inputs, relative_error
 from tests.ops.test_attention_gpu import fuzz_attention
 from tests.ops.test_gdn_gpu import fuzz_gdn, random_tree
-from tests.ops.test_inputs_gpu import downloaded, rounded, scattered, uploaded, wide64
+from tests.ops.test_inputs_gpu import commit_windows, downloaded, rounded, scattered, uploaded, wide64
 from tests.receipt import Report
 from tests.receipt.models import real_gpu
 
@@ -58,10 +58,10 @@ def _commit(rng: np.random.Generator, given: dict, forest) -> None:
     nodes = [t.path(int(rng.integers(len(t)))) if rng.random() < 0.8 else np.zeros(0, np.int32) for t in forest.trees]
     paths = [path + start for path, start in zip(nodes, forest.start)]
     expected = given["window"].copy()
-    gdn_inputs.commit_window(given["qkvz"][:, :Cc], expected, given["slot"], forest, paths)
+    gdn_commit.commit_window(given["qkvz"][:, :Cc], expected, given["slot"], paths)
     on = uploaded({name: given[name] for name in ("qkvz", "window", "slot", "forest")} | {"paths": paths})
     assert isinstance(on["paths"], Paths)
-    gdn_inputs.commit_window(on["qkvz"][:, :Cc], on["window"], on["slot"], on["forest"], on["paths"])
+    commit_windows(on["qkvz"][:, :Cc], on["window"], on["slot"], on["forest"], on["paths"])
     assert device.download(on["window"]).tobytes() == expected.tobytes(), "commit_window"
 
 

@@ -1,0 +1,217 @@
+"""How accepted rows become part of what the GDN layers remember: windows, rings, checkpoints. Knows no other op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from boleinfer import device, kernels
+from boleinfer.declaration import MOST_EACH
+from boleinfer.device import Array
+from boleinfer.device_forest import Paths
+from boleinfer.forest import Forest, Tree
+from boleinfer.kernels import KernelError
+from boleinfer.ops import Case
+from boleinfer.ring import Ring, fold, ring_after
+
+
+def commit(
+    window: Array,
+    S: Array,
+    ring: Ring,
+    x: Sequence[Array],
+    k: Sequence[Array],
+    u: Sequence[Array],
+    g: Sequence[Array],
+    slot: Array,
+    forest: Any,
+    paths: Sequence[np.ndarray] | Paths,
+) -> None:
+    """Commit the accepted rows of each request in all GDN layers, in place, at `slot` only.
+
+    window: [layers, slots, W-1, Cc]; S: [layers, slots, Hv, K, V]; ring: its k, u and g [layers, slots, C, ...]
+    x, k, u, g: of each layer [R, Cc] (rows of a wider matrix), [R, Hk, K], [R, Hv, V] and [R, Hv]
+    slot: int [B]; forest: Forest or DeviceForest
+    paths: B arrays of flat rows from a root downwards, possibly empty (Paths on the GPU)
+    """
+    if isinstance(paths, Paths):
+        return _launch(window, S, ring, x, k, u, g, slot, forest, paths)
+    for layer in range(len(S)):
+        of_layer = Ring(ring.k[layer], ring.u[layer], ring.g[layer], ring.length)
+        commit_window(x[layer], window[layer], slot, paths)
+        commit_factors(S[layer], of_layer, k[layer], u[layer], g[layer], slot, paths)
+    advance(ring.length, slot, paths, ring.k.shape[2])
+
+
+def commit_window(x: np.ndarray, window: np.ndarray, slot: np.ndarray, paths: Sequence[np.ndarray]) -> None:
+    """Keep, in place, the last W-1 inputs of (window ++ accepted rows) of each request.
+
+    x:      [R, Cc], the inputs before the convolution
+    window: [slots, W-1, Cc], written at `slot` only
+    slot, paths: as in `commit`; an empty path changes nothing
+    """
+    kept = window.shape[1]
+    for s, path in zip(slot, paths):
+        m = min(len(path), kept)
+        if m:
+            window[s] = np.concatenate((window[s, m:], x[path[-m:]]))
+
+
+def commit_factors(
+    S: np.ndarray,
+    ring: Ring,
+    k: np.ndarray,
+    u: np.ndarray,
+    g: np.ndarray,
+    slot: np.ndarray,
+    paths: Sequence[np.ndarray],
+) -> None:
+    """Commit accepted rows to the ring of one layer by the rule of `ring_after`, in place.
+
+    S: [slots, Hv, K, V] and ring.k, ring.u, ring.g are written at `slot` only. ring.length is left as it was, for the
+    layers to come: `advance` sets it in the end.
+    k: [R, Hk, K]; u: [R, Hv, V]; g: [R, Hv]; slot, paths: as in `commit`
+    """
+    C = ring.k.shape[1]
+    for s, path in zip(slot, paths):
+        m, first = len(path), int(ring.length[s])
+        if not m:
+            continue
+        if first + m > C:
+            S[s] = fold(S[s], *ring.filled(s))
+            first = 0
+        if m > C:
+            S[s] = fold(S[s], k[path], u[path], g[path])
+        else:
+            here = slice(first, first + m)
+            ring.k[s, here], ring.u[s, here], ring.g[s, here] = k[path], u[path], g[path]
+
+
+def advance(length: np.ndarray, slot: np.ndarray, paths: Sequence[np.ndarray], C: int) -> None:
+    """Ring lengths after all layers have committed, in place, by `ring_after`.
+
+    length: int [slots], written at `slot` only; slot, paths: as in `commit`; C: capacity of the ring
+    """
+    for s, path in zip(slot, paths):
+        length[s] = ring_after(int(length[s]), len(path), C)
+
+
+# ---- the GPU ---------------------------------------------------------------------------------------------------------
+
+WIDTHS = 16, 32, 64, 128  # of K and V that the kernels are for
+CHANNELS = 1024  # of a window, for a block
+
+
+def _launch(
+    window: Array,
+    S: Array,
+    ring: Ring,
+    x: Sequence[Array],
+    k: Sequence[Array],
+    u: Sequence[Array],
+    g: Sequence[Array],
+    slot: Array,
+    forest: Any,
+    paths: Paths,
+) -> None:
+    """Folds first, which also says where rows go; lengths change in the second kernel, which no longer reads them."""
+    (layers, slots, Hv, K, V), (Hk, C), (B,) = S.shape, (ring.k.shape[3], ring.k.shape[2]), slot.shape
+    if K not in WIDTHS or V not in WIDTHS:
+        raise KernelError(f"gdn: K={K}, V={V}; the GPU takes K, V in {WIDTHS}")
+    if not layers or not B or not len(x[0]):
+        return
+    act, at = device.c_type(ring.k), device.empty((B,), np.int32)
+    requests = {"slot": slot, "start": forest.start, "row": paths.row, "count": paths.count, "at": at}
+    requests |= {"length": ring.length, "Slots": slots, "Hk": Hk, "Hv": Hv, "C": C}
+    Cc, parts = window.shape[3], -(-window.shape[3] // CHANNELS)
+    appended = {"Cc": Cc, "Ldx": x[0].strides[0] // x[0].itemsize, "K": K, "V": V, "Parts": parts}
+    width = min(V, 32)
+    of_append, of_fold = {"W": window.shape[2] + 1, "Act": act}, {"Act": act, "K": K, "V": V, "Vt": width}
+    pieces = [slice(first, first + MOST_EACH) for first in range(0, layers, MOST_EACH)]
+    for piece in pieces:
+        n = len(k[piece])
+        args = {"k": list(k[piece]), "u": list(u[piece]), "g": list(g[piece]), "S": S[piece], "B": B, **requests}
+        args |= {"ring_k": ring.k[piece], "ring_u": ring.u[piece], "ring_g": ring.g[piece]}
+        kernels.launch("gdn_fold.cu", "gdn_fold", (Hv, n), 4 * width, args, constants=of_fold)
+    for piece in pieces:
+        n = len(k[piece])
+        args = {"x": list(x[piece]), "k": list(k[piece]), "u": list(u[piece]), "g": list(g[piece]), **requests}
+        args |= {"ring_k": ring.k[piece], "ring_u": ring.u[piece], "ring_g": ring.g[piece], "window": window[piece]}
+        kernels.launch("gdn_append.cu", "gdn_append", (parts, B, n), 128, args | appended, constants=of_append)
+
+
+# ---- CASES -----------------------------------------------------------------------------------------------------------
+
+
+def _rows(rng: np.random.Generator, n: int, Hk: int, Hv: int, K: int, V: int, hard: bool) -> list[np.ndarray]:
+    """k, u and g of n rows; hard: decays from none to a full reset."""
+    k, u = rng.standard_normal((n, Hk, K)), rng.standard_normal((n, Hv, V))
+    g = -np.exp(rng.uniform(-8, 3, (n, Hv)))
+    if hard:
+        g = rng.choice([0, -1e-6, -0.1, -6, -88, -1e4, -np.inf], (n, Hv), p=[0.4, 0.2, 0.2, 0.05, 0.05, 0.05, 0.05])
+    return [k / np.linalg.norm(k, axis=-1, keepdims=True), u, g]
+
+
+def _case(
+    trees: list[list[int]], layers: int, C: int, W: int, Hk: int, Hv: int, K: int, V: int, hard: bool = False
+) -> Case:
+    """The path to the last node of each tree, of every fifth tree none.
+
+    Slot s holds s % (C+1) ring entries; all that nobody owns or has written is NaN.
+    """
+
+    def build(rng: np.random.Generator) -> dict[str, Any]:
+        slots, Cc, R = len(trees) + 1, 2 * Hk * K + Hv * V, sum(map(len, trees))
+        slot, length = np.arange(slots - 1, 0, -1), np.arange(slots) % (C + 1)
+        forest = Forest.of([Tree.of([0] * len(p), p) for p in trees], [C] * len(trees))
+        past = _rows(rng, layers * slots * C, Hk, Hv, K, V, hard)
+        ring_k, ring_u, ring_g = (a.reshape(layers, slots, C, *a.shape[1:]) for a in past)
+        for array in (ring_k, ring_u, ring_g):
+            array[:, np.arange(C) >= length[:, None]] = np.nan
+        S, window = rng.standard_normal((layers, slots, Hv, K, V)), rng.standard_normal((layers, slots, W - 1, Cc))
+        S[:, 0], window[:, 0] = np.nan, np.nan
+        k, u, g = map(list, zip(*(_rows(rng, R, Hk, Hv, K, V, hard) for _ in range(layers))))
+        nodes = [t.path(len(t) - 1)[: len(t) * (b % 5 < 4)] for b, t in enumerate(forest.trees)]
+        return {
+            "window": window,
+            "S": S,
+            "ring": Ring(ring_k, ring_u, ring_g, length),
+            "x": list(rng.standard_normal((layers, R, Cc))),
+            "k": k,
+            "u": u,
+            "g": g,
+            "slot": slot,
+            "forest": forest,
+            "paths": [path + start for path, start in zip(nodes, forest.start)],
+        }
+
+    label = f"R={'+'.join(str(len(p)) for p in trees)} layers={layers} C={C} W={W} Hk={Hk} Hv={Hv} K={K} V={V}"
+    wide = ("S", "ring.u", "ring.g", *(f"{name}.{layer}" for name in "ug" for layer in range(layers)))
+    supported = K in WIDTHS and V in WIDTHS
+    return Case(label + " hard" * hard, build, ("window", "S", "ring"), bound_bf16=2e-6, wide=wide, gpu=supported)
+
+
+def _chain(n: int) -> list[int]:
+    return list(range(-1, n - 1))
+
+
+def _binary(n: int) -> list[int]:
+    return [(i - 1) // 2 if i else -1 for i in range(n)]
+
+
+_RAGGED = [-1, 0, 0, 1, 2, 1, 3, -1, 4, 7, 6]
+CASES = {
+    "commit": [
+        _case([_RAGGED, [-1], _chain(129)], 2, 5, 4, 1, 3, 7, 5),
+        _case([[-1]], 3, 1, 2, 1, 1, 16, 16),
+        _case([_chain(3)] * 7 + [_chain(130), _RAGGED, _chain(8)], 2, 7, 4, 2, 4, 32, 16),
+        _case([_chain(n) for n in (64, 65, 63, 1, 300)], 1, 64, 8, 1, 4, 16, 16),
+        _case([_chain(200), _RAGGED, _chain(17)], 2, 16, 3, 1, 3, 32, 32, hard=True),
+        _case([_binary(64), _chain(2)], 1, 32, 4, 2, 4, 64, 128),
+        _case([[-1], [-1], [-1]], 98, 2, 4, 1, 1, 16, 16),
+        _case([[-1]] * 8, 24, 32, 4, 16, 32, 128, 128),
+        _case([_chain(1000), _binary(100)], 2, 32, 4, 16, 32, 128, 128),
+    ],
+}

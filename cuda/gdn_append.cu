@@ -1,0 +1,82 @@
+// Accepted rows of all GDN layers become part of the past, in place. Definition: commit in boleinfer/ops/gdn_commit.py.
+//   window   the last W-1 of (window ++ accepted inputs)
+//   ring     m rows from entry `at` on, where m <= C; at = -1 where there is nothing to append (gdn_fold decides)
+//   length   at + m, or 0 where m > C; written by one block of a request, read by none
+// With m = 0 nothing is written. Nothing is computed.
+//
+// grid: Parts, B, layers. block: 128 threads; a thread owns its channels of the window in all entries and reads them all
+// before it writes, 16 bytes of neighbours where Cc and all addresses allow it, else one. The rows of a ring are dealt out
+// to the Parts blocks in words of 16 bytes. shared: none. Read twice: nothing.
+//
+// sizes: W=2,3,4,8 Act=bf16,float
+#include "common.cuh"
+
+template <int N>
+__device__ void move_on(const Act* x, int Ldx, Act* window, const int* rows, int m, int Cc, int Parts) {
+  for (int c = (blockIdx.x * blockDim.x + threadIdx.x) * N; c < Cc; c += Parts * blockDim.x * N) {
+    Pack<Act, N> entry[W];  // one is unused: W may be 1
+#pragma unroll
+    for (int i = 0; i < W - 1; i++) {
+      const int from = m + i;
+      const bool kept = from < W - 1;
+      entry[i] = load<N>(kept ? window + (long long)from * Cc + c : x + (long long)rows[from - (W - 1)] * Ldx + c);
+    }
+#pragma unroll
+    for (int i = 0; i < W - 1; i++) store<N>(window + (long long)i * Cc + c, entry[i]);
+  }
+}
+
+// to[i] = from[rows[i]] for m rows of `width` numbers, N at a time.
+template <int N, class T>
+__device__ void append(T* to, const T* from, const int* rows, int m, int width, int Parts) {
+  const int words = width / N;
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < m * words; i += Parts * blockDim.x) {
+    const int row = i / words, column = i % words * N;
+    store<N>(to + (long long)row * width + column, load<N>(from + (long long)rows[row] * width + column));
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(128) gdn_append(
+    const __grid_constant__ Each<const Act> x,    // [R, Cc] strides [Ldx, 1] of each layer: inputs of the convolution
+    const __grid_constant__ Each<const Act> k,    // [R, Hk, K] aligned 16; of each layer
+    const __grid_constant__ Each<const float> u,  // [R, Hv, V] aligned 16; of each layer
+    const __grid_constant__ Each<const float> g,  // [R, Hv] of each layer
+    Act* __restrict__ window,                     // [Layers, Slots, W-1, Cc]
+    Act* __restrict__ ring_k,                     // [Layers, Slots, C, Hk, K] aligned 16
+    float* __restrict__ ring_u,                   // [Layers, Slots, C, Hv, V] aligned 16
+    float* __restrict__ ring_g,                   // [Layers, Slots, C, Hv]
+    int* __restrict__ length,                     // [Slots]
+    const int* __restrict__ at,                   // [B]
+    const int* __restrict__ slot,                 // [B]
+    const int* __restrict__ start,                // [B+1]
+    const int* __restrict__ row,                  // [R] accepted rows, request b's from start[b] on
+    const int* __restrict__ count,                // [B] how many
+    int Slots,
+    int Cc,
+    int Ldx,
+    int Hk,
+    int K,
+    int Hv,
+    int V,
+    int C,
+    int Parts)
+{
+  after_previous();
+  const int b = blockIdx.y, layer = blockIdx.z, m = count[b], to = at[b];
+  const int* rows = row + start[b];
+  const long long place = (long long)layer * Slots + slot[b];
+  if (m <= 0) return;
+
+  constexpr int N = PER_16_BYTES<Act>;
+  Act* own = window + place * (W - 1) * Cc;
+  if (Cc % N == 0 && Ldx % N == 0 && aligned16(x[layer], window)) {
+    move_on<N>(x[layer], Ldx, own, rows, m, Cc, Parts);
+  } else {
+    move_on<1>(x[layer], Ldx, own, rows, m, Cc, Parts);
+  }
+  if (blockIdx.x == 0 && layer == 0 && threadIdx.x == 0) length[slot[b]] = to < 0 ? 0 : to + m;
+  if (to < 0) return;
+  append<PER_16_BYTES<float>>(ring_u + (place * C + to) * Hv * V, u[layer], rows, m, Hv * V, Parts);
+  append<N>(ring_k + (place * C + to) * Hk * K, k[layer], rows, m, Hk * K, Parts);
+  append<1>(ring_g + (place * C + to) * Hv, g[layer], rows, m, Hv, Parts);
+}
