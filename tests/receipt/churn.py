@@ -81,7 +81,7 @@ class Crowd:
 def run(quick: bool = False, steps: int = 2000) -> Report:
     """2,000 steps on a real GPU, a few on the emulator; every kind of end is compared with a run alone on NumPy."""
     report = Report()
-    steps = steps if real_gpu() and not quick else min(steps, 200 if real_gpu() else 25)
+    steps = steps if real_gpu() and not quick else min(steps, 200 if real_gpu() else 15)
     with tempfile.TemporaryDirectory() as folder:
         model = tiny(Path(folder), "qwen3_5", seed=11)
         engine = gpu_engine(model.on("float"), "float", "auto", max_batch=4)
