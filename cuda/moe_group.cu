@@ -7,10 +7,10 @@
 //
 // grid: top_k ceil(R / 4), a warp owns a row, a lane every 32nd expert. group ceil(E / 4), a warp owns an expert and goes
 // through all places. top_k_group 1: both, for few rows; a thread owns an expert. block: 128, 128 and 512.
-// shared: top_k_group 4.2 KB. E <= 32 Each <= 512.
+// shared: top_k_group 4.2 KB. E <= 32 PerLane <= 512.
 // Read twice: logits, from L1; expert and weight once for every expert.
 //
-// sizes: Each=1,8,16
+// sizes: PerLane=1,8,16
 #include "common.cuh"
 
 constexpr int WARPS = 16;  // of top_k_group
@@ -25,11 +25,11 @@ __device__ __forceinline__ float unordered(unsigned u) { return __uint_as_float(
 // One row, by a warp.
 __device__ void choose(const float* logits, float* weight, int* expert, int E, int A, bool norm_topk) {
   const int lane = threadIdx.x % WARP;
-  unsigned key[Each];
+  unsigned key[PerLane];
   float most = -inf();
   bool broken = false;
 #pragma unroll
-  for (int i = 0; i < Each; i++) {
+  for (int i = 0; i < PerLane; i++) {
     const int e = i * WARP + lane;
     const float logit = e < E ? logits[e] : -inf();
     key[i] = e < E ? ordered(logit) : 0;
@@ -45,7 +45,7 @@ __device__ void choose(const float* logits, float* weight, int* expert, int E, i
   most = warp_max(most);
   float sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < Each; i++) {
+  for (int i = 0; i < PerLane; i++) {
     if (i * WARP + lane < E) sum += expf(unordered(key[i]) - most);
   }
   sum = warp_sum(sum);
@@ -56,14 +56,14 @@ __device__ void choose(const float* logits, float* weight, int* expert, int E, i
   for (int a = 0; a < A; a++) {
     unsigned best = 0;
 #pragma unroll
-    for (int i = 0; i < Each; i++) best = max(best, key[i]);
+    for (int i = 0; i < PerLane; i++) best = max(best, key[i]);
     best = __reduce_max_sync(ALL_LANES, best);
     int e = E;
 #pragma unroll
-    for (int i = Each - 1; i >= 0; i--) e = key[i] == best ? i * WARP + lane : e;
+    for (int i = PerLane - 1; i >= 0; i--) e = key[i] == best ? i * WARP + lane : e;
     e = __reduce_min_sync(ALL_LANES, e);
 #pragma unroll
-    for (int i = 0; i < Each; i++) key[i] = e == i * WARP + lane ? 0 : key[i];
+    for (int i = 0; i < PerLane; i++) key[i] = e == i * WARP + lane ? 0 : key[i];
     if (lane == a) mine = expf(unordered(best) - most), mine_e = e;
   }
   const float chosen = warp_sum(mine);

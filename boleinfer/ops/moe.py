@@ -105,7 +105,7 @@ def _route(x: Array, router: Array, A: int, norm_topk: bool) -> _Groups:
     args = {"x": x, "router": router, "logits": logits, "R": R, "D": D, "E": E}
     constants = {"Act": device.c_type(x)}
     kernels.launch("moe_router.cu", "router_logits", (-(-R // 8), -(-E // 2)), 64, args, constants=constants)
-    each = {"Each": next(n for n in (1, 8, 16) if 32 * n >= E)}
+    each = {"PerLane": next(n for n in (1, 8, 16) if 32 * n >= E)}
     chosen = {"logits": logits, "weight": out.weight, "expert": out.expert}
     chosen |= {"R": R, "E": E, "A": A, "norm_topk": norm_topk}
     groups = {"expert_of": out.expert_of, "first": out.first, "order": out.order}
