@@ -15,6 +15,7 @@ from boleinfer.nvrtc import ToolchainError, cupy_missing
 Array = Any  # a NumPy or a CuPy array
 
 NAN_BYTE = 0xFF  # fills any type of number with NaN
+COUNTERS = 1 << 14  # of a stream, for blocks that share a task (cuda/arrival.cuh)
 
 _C_TYPES = {dtype: c for c, dtype in reversed(TYPES.items())}
 
@@ -61,6 +62,24 @@ def buffer(shape: tuple[int, ...], dtype: np.typing.DTypeLike, poison: bool = Fa
     array = empty(shape, dtype)
     if poison:
         fill(array, NAN_BYTE)
+    return array
+
+
+def counters(needed: int) -> Array:
+    """int32 [COUNTERS], all 0 whenever a kernel of the current stream starts: whoever counts there leaves zeros.
+
+    Made at a stream's first call, which no graph may capture. Raises ValueError where more are needed."""
+    if needed > COUNTERS:
+        raise ValueError(f"{needed} tasks shared by blocks in one launch; at most {COUNTERS} are possible")
+    cuda = cupy().cuda
+    return _counters(cuda.Device().id, cuda.get_current_stream().ptr)
+
+
+@functools.cache
+def _counters(device: int, stream: int) -> Array:
+    pool = cupy().get_default_memory_pool()  # not that of the steps, which reuse theirs
+    array = cupy().ndarray((COUNTERS,), np.int32, pool.malloc(4 * COUNTERS))
+    fill(array, 0)
     return array
 
 

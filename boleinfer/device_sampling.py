@@ -17,6 +17,7 @@ from boleinfer.sampling import Sampler
 MAX_EARLY = 64  # end tokens of a request with min_tokens
 _GREEDY, _PENALISES, _BIASED = 1, 2, 4  # flags, as in sample.cu
 _THREADS, _ADVANCE_THREADS = 512, 32
+_GROUP, _AT_ONCE, _BLOCKS = 128, 64, 256  # logits of a group, groups of a block as in sample.cu, blocks worth starting
 _LARGEST = 2**31 - 1
 
 
@@ -91,7 +92,11 @@ class SamplingTable:
         args = arrays | self._history() | {"logits": logits, "row": row, "start": forest.start, "slot": slot}
         args |= {"root": root, "allowed": self.allowed, "numbers": self.numbers, "whole": self.whole}
         args |= {"seed": self.seed, "early": self.early, "bias": self.bias, "out": token, "V": self.vocab}
-        kernels.launch("sample.cu", "sample", len(row), _THREADS, args)
+        groups = -(-self.vocab // _GROUP)
+        args |= {name: device.empty((len(row), groups), np.float64) for name in ("group_top", "group_mass")}
+        args |= {"arrived": device.counters(len(row)), "Count": groups}
+        parts = min(-(-groups // _AT_ONCE), max(1, _BLOCKS // len(row)))
+        kernels.launch("sample.cu", "sample", (len(row), parts), _THREADS, args)
 
     def advance_history(self, emitted: Array, count: Array, slot: Array) -> None:
         """Queues that each request's count[b] first tokens of emitted[b] join its history; int32 [B, L], [B], [B]."""

@@ -69,8 +69,10 @@ struct Row {
   const double* penalties;       // repetition, presence, frequency
   const double* few;  // [n] the kept numbers, null for the whole row
   const int* few_id;  // [n] their ids, ascending
-  double least;       // smaller numbers need no visit, and NaN gets none
-  float about_least;  // at most that
+  const double* tops;  // the largest number of each chunk, null where they are not known
+  int chunk;           // numbers of a chunk, a multiple of a warp's 128
+  double least;        // smaller numbers need no visit, and NaN gets none
+  float about_least;   // at most that
 
   // The same row, of which only numbers from `bound` on matter.
   __device__ Row from(double bound) const {
@@ -132,6 +134,9 @@ struct Row {
     for (int j = 0; j < 4; j++) x[j] = i + j < n ? adjusted(i + j, logit[j]) : double(-inf());
   }
 
+  // Whether a chunk holds nothing from `least` on.
+  __device__ bool skips(int c) const { return tops && tops[c] < least; }
+
   // visit(place, number) for i .. i+3, below end and from `least` on.
   template <class Visit>
   __device__ void visit4(int i, int end, Visit visit) const {
@@ -155,6 +160,8 @@ struct Row {
   // The same for every place, each by one thread, rising within a thread.
   template <class Visit>
   __device__ void each(Visit visit) const {
-    for (int i = 4 * threadIdx.x; i < n; i += 4 * blockDim.x) visit4(i, n, visit);
+    for (int i = 4 * threadIdx.x; i < n; i += 4 * blockDim.x) {
+      if (!skips(i / chunk)) visit4(i, n, visit);
+    }
   }
 };

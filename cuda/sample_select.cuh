@@ -9,7 +9,8 @@ constexpr int CHUNKS = 1024;                       // pieces of a row at most, e
 constexpr int LAST = 0x7fffffff;
 
 struct Scratch {
-  double chunk[CHUNKS];
+  double top[CHUNKS];    // their largest numbers, NaN where a chunk holds one
+  double chunk[CHUNKS];  // their sums
   double lane_sum[WARP];  // of 32 chunks each
   double part[WARP][WAYS];
   double sums[WAYS];
@@ -79,6 +80,18 @@ __device__ __forceinline__ int last_lane(unsigned lanes) { return 31 - __clz(lan
 // A multiple of 128, so that the chunks of a row are at most CHUNKS.
 __device__ __forceinline__ int chunk_length(int n) { return ((n + CHUNKS - 1) / CHUNKS + 127) / 128 * 128; }
 
+// The sum of the chunks' sums, which are in s.chunk; leaves what `seek` needs.
+__device__ inline double sum_of_chunks(Scratch& s) {
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  __syncthreads();
+  for (int group = warp; group < WARP; group += blockDim.x / WARP) {
+    const double sum = warp_all<Add>(s.chunk[group * WARP + lane]);
+    if (lane == 0) s.lane_sum[group] = sum;
+  }
+  __syncthreads();
+  return __shfl_sync(ALL_LANES, Prefix(s.lane_sum[lane], 0.0).until, WARP - 1);
+}
+
 // Sum of mass(place, number) over the row; leaves the sums of its chunks for `seek`.
 template <class Mass>
 __device__ double chunk_masses(const Row& row, Scratch& s, Mass mass) {
@@ -86,7 +99,7 @@ __device__ double chunk_masses(const Row& row, Scratch& s, Mass mass) {
   __syncthreads();
   for (int c = warp; c < CHUNKS; c += blockDim.x / WARP) {
     double sum = 0.0;
-    if (c * length < row.n) {
+    if (c * length < row.n && !row.skips(c)) {
       const int end = min(row.n, (c + 1) * length);
       for (int i = c * length + 4 * lane; i < end; i += 4 * WARP) {
         row.visit4(i, end, [&](int place, double x) { sum += mass(place, x); });
@@ -95,13 +108,7 @@ __device__ double chunk_masses(const Row& row, Scratch& s, Mass mass) {
     }
     if (lane == 0) s.chunk[c] = sum;
   }
-  __syncthreads();
-  for (int group = warp; group < WARP; group += blockDim.x / WARP) {
-    const double sum = warp_all<Add>(s.chunk[group * WARP + lane]);
-    if (lane == 0) s.lane_sum[group] = sum;
-  }
-  __syncthreads();
-  return __shfl_sync(ALL_LANES, Prefix(s.lane_sum[lane], 0.0).until, WARP - 1);
+  return sum_of_chunks(s);
 }
 
 // The lane where the running sum of x passes the target; where rounding hides it, the last that adds anything.

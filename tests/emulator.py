@@ -138,6 +138,7 @@ def emulated(order: str = "forward", seed: int = 0) -> Iterator[None]:
         mock.patch.object(device, "empty", empty),
         mock.patch.object(device, "upload", upload),
         mock.patch.object(device, "download", lambda array: array.get()),
+        mock.patch.object(device, "counters", gpu.counters),
         mock.patch.object(device, "memory", lambda: (_MEMORY, _MEMORY)),
         mock.patch.object(device, "pinned", lambda nbytes: np.empty(nbytes, np.uint8)),
         mock.patch.object(device, "Staging", _Staging),
@@ -167,6 +168,13 @@ class _Gpu:
     def __init__(self, order: int, seed: int) -> None:
         self.order, self.seed = order, seed
         self.given: list[EmulatedArray] = []  # arrays of the launch being checked
+        self._counters = empty(device.COUNTERS, np.int32)
+        device.fill(self._counters, 0)
+
+    def counters(self, needed: int) -> EmulatedArray:
+        """As device.counters; found are kernels that leave anything but zeros."""
+        assert needed <= device.COUNTERS and not self._counters.get().any()
+        return self._counters
 
     def device(self) -> int:
         self.given = []

@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 
-from boleinfer import device, device_forest, kernels
+from boleinfer import device, device_forest, device_sampling, kernels
 from boleinfer.device_forest import TREE_ROWS
 from boleinfer.device_sampling import MAX_EARLY, SamplingTable
 from boleinfer.device_step import Slots
@@ -255,3 +255,14 @@ def test_every_code_of_the_kernel_has_a_message_and_drafts_are_shorter_than_its_
     assert str(re.search(r"MAX_PATH = (\d+)", row)[1]) in BROKEN[-4]
     with pytest.raises(ValueError, match="drafts of 128 nodes; the GPU takes 1 to 127"):
         Slots(1, 1, TREE_ROWS)
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 40])
+def test_the_token_is_the_same_however_many_blocks_share_a_row(machine, monkeypatch, blocks):
+    monkeypatch.setattr(device_sampling, "_BLOCKS", blocks)
+    vocab, rng = 30_001, np.random.default_rng(8)
+    some = [{"temperature": 0}, {}, {"top_k": 20, "top_p": 0.8}, {"top_p": 0.9}, {"temperature": 0, "min_tokens": 3}]
+    samplers = [sampler_of(p, vocab=vocab, seed=i) for i, p in enumerate(some)]
+    logits = some_logits(rng, len(some), vocab, "ties")
+    got = rows_of(samplers, [[1, 2, 2]] * len(some), logits, vocab)
+    assert got.tolist() == [expected(s, x) for s, x in zip(samplers, logits)]
