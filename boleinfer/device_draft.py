@@ -23,6 +23,7 @@ from boleinfer.device_forest import TREE_ROWS
 from boleinfer.device_step import Slots, StepInputs, forest_rows, new_forest
 
 MOST_CHILDREN, MOST_CANDIDATES = 8, 512  # of a node, of a request
+_THREADS, _PART = 256, 4096  # of a block of candidates: threads, and logits
 
 
 class Drafts:
@@ -81,8 +82,14 @@ def candidates(logits: Array, top_k: int, rows: Array = None) -> tuple[Array, Ar
     """
     n, vocab = logits.shape
     ids, prob = device.empty((n, top_k), np.int32), device.empty((n, top_k), np.float32)
-    args = {"logits": logits, "rows": rows, "ids": ids, "prob": prob, "Vocab": vocab}
-    kernels.launch("draft.cu", "candidates", n, min(1024, -(-vocab // 128) * 32), args, constants={"Top": top_k})
+    parts = -(-vocab // _PART)
+    args = {"logits": logits, "rows": rows, "ids": ids, "prob": prob, "Vocab": vocab, "Parts": parts}
+    args |= {
+        "part_key": device.empty((n, parts, top_k), np.uint64),
+        "part_sum": device.empty((n, parts, 2), np.float32),
+    }
+    args |= {"arrived": device.counters(n)}
+    kernels.launch("draft.cu", "candidates", (n, parts), _THREADS, args, constants={"Top": top_k})
     return ids, prob
 
 

@@ -4,14 +4,17 @@
 // A request's candidates have fixed places, C = Top + Levels * Width * Top of them: those below the root, then at every
 // level those of its first expanded candidate, of its second, and so on. A place without one has probability -1.
 //
-// candidates  grid: rows. block: full warps; a thread owns every blockDim.x-th group of the row, 16 bytes where the size
-//             and the address allow it. shared: 256 * Top + 128 bytes. Read twice: nothing.
+// candidates  grid: rows, ceil(Vocab / PART); a block owns PART logits of a row, the row's last block joins what they found.
+//             block: THREADS; a thread owns four groups of 4, 16 bytes where the size and the address allow it.
+//             shared: 64 * Top + 256 bytes. Read twice: nothing.
 // grow, keep  grid: B, a block owns a request, a thread a candidate. block: at least the candidates of a level, in full
 //             warps. shared: below 5 KiB. Read twice: probabilities, from shared memory.
 //
 // sizes: Top=1,2,3,8
+#include "arrival.cuh"
 #include "common.cuh"
 
+constexpr int THREADS = 256, EACH = 4, PART = 4 * THREADS * EACH;
 constexpr int WORDS = 4;    // of a row's ancestors
 constexpr int UNUSED = -2;  // parent of a row that holds nothing
 constexpr int MOST = 512;   // candidates of a request
@@ -63,52 +66,15 @@ __device__ __forceinline__ void merge(Key (&best)[Top]) {
   for (int i = 0; i < Top; i++) best[i] = all[i];
 }
 
-// A thread's part of a row: its largest keys, its maximum m, and sum e^(x - m)
-template <int N>
-__device__ void scan(const float* x, int Vocab, Key (&best)[Top], float& m, float& sum) {
-  for (int i = threadIdx.x * N; i < Vocab; i += blockDim.x * N) {
-    const auto group = load<N>(x + i);
-#pragma unroll
-    for (int j = 0; j < N; j++) {
-      const float v = group.v[j];
-      if (v > m) {
-        sum = sum * expf(m - v) + 1.0f;
-        m = v;
-      } else if (v != -inf()) {
-        sum += expf(v - m);
-      }
-      if (v > -inf() && key_of(v, i + j) > best[Top - 1]) insert(best, key_of(v, i + j));
-    }
-  }
-}
-
-// p = e^(x - max) / sum e^(x - max) of the Top largest x
-extern "C" __global__ void __launch_bounds__(1024) candidates(
-    const float* __restrict__ logits,  // [N, Vocab]
-    const int* __restrict__ rows,      // [N] or null; -1: the row holds nothing
-    int* __restrict__ ids,             // [N, Top] by falling logit, of equal ones the lower id; -1: none
-    float* __restrict__ prob,          // [N, Top]
-    int Vocab)
-{
-  after_previous();
-  __shared__ Key shared[WARP][Top];
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
-  int* to = ids + (long long)blockIdx.x * Top;
-  float* p = prob + (long long)blockIdx.x * Top;
-  Key best[Top] = {};
-  float m = -inf(), sum = 0.0f;
-  if (rows == nullptr || rows[blockIdx.x] >= 0) {
-    const float* x = logits + (long long)blockIdx.x * Vocab;
-    if (Vocab % 4 == 0 && aligned16(logits)) {
-      scan<4>(x, Vocab, best, m, sum);
-    } else {
-      scan<1>(x, Vocab, best, m, sum);
-    }
-  }
+// The largest keys, the maximum and sum e^(x - maximum) of all threads, from each one's own; the keys in warp 0 only.
+__device__ void join_threads(Key (&best)[Top], float& m, float& sum) {
+  __shared__ Key shared[THREADS / WARP][Top];
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const float top = block_max(m);
-  const float total = block_sum(sum * expf(m - top));  // NaN where one logit is
-
+  sum = block_sum(m == -inf() ? sum : sum * expf(m - top));
+  m = top;
   merge(best);
+  __syncthreads();
   if (lane == 0) {
 #pragma unroll
     for (int i = 0; i < Top; i++) shared[warp][i] = best[i];
@@ -116,15 +82,95 @@ extern "C" __global__ void __launch_bounds__(1024) candidates(
   __syncthreads();
   if (warp > 0) return;
 #pragma unroll
-  for (int i = 0; i < Top; i++) best[i] = lane < warps ? shared[lane][i] : 0;
+  for (int i = 0; i < Top; i++) best[i] = lane < THREADS / WARP ? shared[lane][i] : 0;
   merge(best);
-  if (lane > 0) return;
-  const bool sound = fabsf(top) < inf() && total < inf();
+}
+
+// p = e^(x - max) / sum e^(x - max) of the Top largest x
+extern "C" __global__ void __launch_bounds__(256, 4) candidates(
+    const float* __restrict__ logits,           // [N, Vocab]
+    const int* __restrict__ rows,               // [N] or null; -1: the row holds nothing
+    unsigned long long* __restrict__ part_key,  // [N, Parts, Top]
+    float* __restrict__ part_sum,               // [N, Parts, 2] maximum and sum
+    int* __restrict__ arrived,                  // [Counters] zeros
+    int* __restrict__ ids,                      // [N, Top] by falling logit, of equal ones the lower id; -1: none
+    float* __restrict__ prob,                   // [N, Top]
+    int Vocab,
+    int Parts)
+{
+  after_previous();
+  int* to = ids + (long long)blockIdx.x * Top;
+  float* p = prob + (long long)blockIdx.x * Top;
+  if (rows != nullptr && rows[blockIdx.x] < 0) {
+    if (blockIdx.y == 0 && threadIdx.x < Top) to[threadIdx.x] = -1, p[threadIdx.x] = 0.0f;
+    return;
+  }
+
+  // the block's part of the row; a NaN goes into the sum
+  const float* x = logits + (long long)blockIdx.x * Vocab;
+  const int first = blockIdx.y * PART + 4 * threadIdx.x;
+  float v[EACH][4], m = -inf(), sum = 0.0f;
+  if (Vocab % 4 == 0 && aligned16(logits)) {
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      const int i = first + 4 * THREADS * e;
+      Pack<float, 4> group = {-inf(), -inf(), -inf(), -inf()};
+      if (i < Vocab) group = load<4>(x + i);
+#pragma unroll
+      for (int j = 0; j < 4; j++) v[e][j] = group.v[j];
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < EACH; e++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const int i = first + 4 * THREADS * e + j;
+        v[e][j] = i < Vocab ? x[i] : -inf();
+      }
+  }
+  Key best[Top] = {};
+#pragma unroll
+  for (int e = 0; e < EACH; e++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) m = fmaxf(m, v[e][j]);
+#pragma unroll
+  for (int e = 0; e < EACH; e++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const Key key = key_of(v[e][j], first + 4 * THREADS * e + j);
+      if (v[e][j] != -inf()) sum += expf(v[e][j] - m);
+      if (v[e][j] > -inf() && key > best[Top - 1]) insert(best, key);
+    }
+  join_threads(best, m, sum);
+  const long long part = (long long)blockIdx.x * Parts;
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int i = 0; i < Top; i++) part_key[(part + blockIdx.y) * Top + i] = best[i];
+    part_sum[2 * (part + blockIdx.y)] = m;
+    part_sum[2 * (part + blockIdx.y) + 1] = sum;
+  }
+  if (!arrives_last(arrived + blockIdx.x, Parts)) return;
+
+  // all parts together
+#pragma unroll
+  for (int i = 0; i < Top; i++) best[i] = 0;
+  m = -inf(), sum = 0.0f;
+  for (int i = threadIdx.x; i < Parts; i += THREADS) {
+    const float own = part_sum[2 * (part + i)], top = fmaxf(m, own);
+    sum = (m == -inf() ? sum : sum * expf(m - top)) +
+          (own == -inf() ? 1.0f : expf(own - top)) * part_sum[2 * (part + i) + 1];
+    m = top;
+#pragma unroll
+    for (int j = 0; j < Top; j++) insert(best, part_key[(part + i) * Top + j]);
+  }
+  join_threads(best, m, sum);
+  if (threadIdx.x > 0) return;
+  const bool sound = fabsf(m) < inf() && sum < inf();
 #pragma unroll
   for (int i = 0; i < Top; i++) {
     const bool found = sound && best[i];
     to[i] = found ? id_of(best[i]) : -1;
-    p[i] = found ? expf(number_of(best[i]) - top) / total : 0.0f;
+    p[i] = found ? expf(number_of(best[i]) - m) / sum : 0.0f;
   }
 }
 

@@ -20,7 +20,7 @@ def on_host(arrays: object, *names: str) -> list[np.ndarray]:
     return [device.download(getattr(arrays, name)) for name in names]
 
 
-@pytest.mark.parametrize("vocab", [3, 64, 1001, 4100])
+@pytest.mark.parametrize("vocab", [3, 64, 1001, 4100, 9001])
 @pytest.mark.parametrize("top_k", [1, 2, 3, 8])
 def test_candidates_are_the_likeliest_tokens(gpu, vocab, top_k):
     rng = np.random.default_rng(vocab)
