@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -95,12 +97,15 @@ def in_process(name: str, quick: bool) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
         command = [sys.executable, "-m", "tests.gpu_receipt", name, "--alone", str(file)] + ["--quick"] * quick
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        child = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
         try:
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
+            said, _ = child.communicate(timeout=SECONDS)
         except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)  # and whatever it started
             return Report(failures=[f"not done after {SECONDS} s"])
         if not file.exists():
-            return Report(failures=[f"exit status {done.returncode}: {(done.stdout + done.stderr)[-3000:]}"])
+            return Report(failures=[f"exit status {child.returncode}: {said[-3000:]}"])
         return Report(**json.loads(file.read_text()))
 
 

@@ -92,6 +92,9 @@ def run(quick: bool = False, steps: int = 2000) -> Report:
             crowd.step(busy=False)
         _all_free(report, engine)
         _ends(report, crowd)
+        if steps >= 1000:
+            for what in ("dropped", "broken on purpose", "ended: stop", "ended: length", "ended: error"):
+                report.expect(report.counts.get(what, 0) > 0, f"in {steps} steps there was no {what!r}")
         sample = crowd.ended if len(crowd.ended) < 300 else crowd.ended[:: len(crowd.ended) // 300]
         _alone(report, model, sample, crowd.broken)
     return report
