@@ -169,10 +169,11 @@ def parse(text: str, path: Path) -> KernelFile:
 
 
 def _early(text: str) -> frozenset[str]:
-    """The kernels whose text, up to the next kernel, calls after_previous()."""
+    """The kernels whose text, up to the next kernel, calls after_previous() or says in which function it does."""
     starts = [(match["name"], match.start()) for match in _KERNEL.finditer(text)]
     ends = [start for _, start in starts[1:]] + [len(text)]
-    return frozenset(name for (name, start), end in zip(starts, ends) if "after_previous()" in text[start:end])
+    call = re.compile(r"\bafter_(all_)?previous\(\)")
+    return frozenset(name for (name, start), end in zip(starts, ends) if call.search(text, start, end))
 
 
 def constant(text: str) -> Constant:

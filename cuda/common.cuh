@@ -30,6 +30,16 @@ __device__ __forceinline__ void after_previous() {
 #endif
 }
 
+// The same for `embedding`, with which every pass over the rows begins: the kernels behind it may read, before their own
+// after_previous(), what was written before it: the forest, slots, windows, states, rings and their lengths. None of them
+// is launched before the wait here is over. At least one block of every kernel has to wait.
+__device__ __forceinline__ void after_all_previous() {
+#if !defined(EMULATED) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // ---- numbers --------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float to_float(float x) { return x; }

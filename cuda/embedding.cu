@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(1024) embedding(
     int Vocab,
     int D)
 {
-  after_previous();
+  after_all_previous();
   const int id = ids[blockIdx.x];
   const bool valid = id >= 0 && id < Vocab;
   const Wt* from = table + (valid ? (long long)id * D : 0);

@@ -3,35 +3,49 @@
 //
 // grid: R x ceil(Hv / warps of a block), a warp owns a head of a row. block: 32 .. 128 threads in full warps; a lane owns
 // every 32nd group of the head, 16 bytes where widths and addresses allow it, else one number. shared: none.
-// Read twice: o, the second time from L1.
+// Read twice: o beyond a warp's 32 groups, the second time from L1.
 //
 // sizes: Act=bf16,float
 #include "common.cuh"
 
 template <int N>
+__device__ float sum_of_squares(const Pack<Act, N>& x, float sum) {
+#pragma unroll
+  for (int j = 0; j < N; j++) sum = fmaf(to_float(x.v[j]), to_float(x.v[j]), sum);
+  return sum;
+}
+
+// y = o * scale * w * silu(z)
+template <int N>
+__device__ Pack<Act, N> gated(const Pack<Act, N>& o, const Pack<Act, N>& z, const Pack<float, N>& w, float scale) {
+  Pack<Act, N> y;
+#pragma unroll
+  for (int j = 0; j < N; j++) {
+    y.v[j] = from_float<Act>(to_float(o.v[j]) * scale * w.v[j] * silu(to_float(z.v[j])));
+  }
+  return y;
+}
+
+template <int N>
 __device__ void norm_head(const Act* o, const Act* z, const float* w, Act* out, int V, float eps) {
-  const int lane = threadIdx.x % WARP;
+  const int first = threadIdx.x % WARP * N;
+  Pack<Act, N> group = {}, gate;  // the lane's first ones are read at once
+  Pack<float, N> gain;
+  if (first < V) gain = load<N>(w + first);
+  after_previous();
+  if (first < V) {
+    group = load<N>(o + first);
+    gate = load<N>(z + first);
+  }
 
   // m = mean o^2
-  float sum = 0.0f;
-  for (int i = lane * N; i < V; i += WARP * N) {
-    const auto group = load<N>(o + i);
-#pragma unroll
-    for (int j = 0; j < N; j++) sum = fmaf(to_float(group.v[j]), to_float(group.v[j]), sum);
-  }
+  float sum = sum_of_squares(group, 0.0f);
+  for (int i = first + WARP * N; i < V; i += WARP * N) sum = sum_of_squares(load<N>(o + i), sum);
   const float scale = 1.0f / sqrtf(warp_sum(sum) / V + eps);
 
-  // y = o / sqrt(m + eps) * w * silu(z)
-  for (int i = lane * N; i < V; i += WARP * N) {
-    const auto group = load<N>(o + i);
-    const auto gate = load<N>(z + i);
-    const auto gain = load<N>(w + i);
-    Pack<Act, N> y;
-#pragma unroll
-    for (int j = 0; j < N; j++) {
-      y.v[j] = from_float<Act>(to_float(group.v[j]) * scale * gain.v[j] * silu(to_float(gate.v[j])));
-    }
-    store<N>(out + i, y);
+  if (first < V) store<N>(out + first, gated(group, gate, gain, scale));
+  for (int i = first + WARP * N; i < V; i += WARP * N) {
+    store<N>(out + i, gated(load<N>(o + i), load<N>(z + i), load<N>(w + i), scale));
   }
 }
 
@@ -45,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(128, 4) gated_rms_norm(
     int Ldz,
     float eps)
 {
-  after_previous();
+  // after_previous() is called by norm_head
   const long long row = blockIdx.x;
   const int h = blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP;
   if (h >= Hv) return;

@@ -9,7 +9,8 @@
 //   W = decays * scores of the 16 rows with all columns so far: eight columns a warp, then a barrier
 //   X = e^G S^T x + W U of the columns before, u by substitution, o = X + W u: each warp its own columns of V
 // Rows that are not in use count as keys of zero and are not written. A row depends on its request alone. A request
-// with a single row takes another way, that of gdn_row.cuh.
+// with a single row takes another way, that of gdn_row.cuh. Forest, state and ring are read before the previous kernel is
+// done (after_all_previous in common.cuh).
 //
 // grid: V / Vt, Hv, B. block: 4 * Vt threads; see gdn.cuh for who owns what.
 // shared: 4 (K + Cols) Vt + 128 Pitch + 20 Cols + 2048 bytes, Pitch = Cols or Cols + 16, Cols = ring and rows, each in
@@ -221,11 +222,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, (TENSOR ? 512 : 384) / THR
   const int b = blockIdx.z, h = blockIdx.y, v0 = blockIdx.x * Vt;
   const int tree = start[b], rows = start[b + 1] - tree, path = chain[b];
   const long long s = slot[b];
-  if (rows <= 0) return;
+  if (rows <= 0) {
+    if (blockIdx.x + h + b == 0) after_previous();  // one has to
+    return;
+  }
   if (rows == 1) {
-    if (request[tree] != b) return;
+    if (request[tree] != b) return after_previous();
     const long long key = ((long long)tree * Hk + h / (Hv / Hk)) * K, value = (long long)tree * Hv + h;
-    const Row row = {q + key, k + key, v + value * V + v0, g[value], beta[value], S + (s * Hv + h) * K * V + v0,
+    const Row row = {q + key, k + key, v + value * V + v0, g + value, beta + value, S + (s * Hv + h) * K * V + v0,
                      ring_k + (s * C * Hk + h / (Hv / Hk)) * K, ring_u + (s * C * Hv + h) * V + v0,
                      ring_g + s * C * Hv + h, length[s], o + value * V + v0, u + value * V + v0};
     return one_row(row, reinterpret_cast<float*>(memory), Hk, Hv);
@@ -239,6 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, (TENSOR ? 512 : 384) / THR
   w.from = (w.ring + BLOCK - 1) / BLOCK * BLOCK;
   fetch(w.U, ring_u + (s * C * Hv + h) * V + v0, (long long)Hv * V, w.ring, w.from, me);
   gather_ring(w, ring_k + s * C * Hk * K, ring_g + s * C * Hv, h, Hk, Hv);
+  after_previous();
   for (int done = 0; done < rows; done += most) {
     if (done) {
       advance_state(w, me);

@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn_fold(
 
   bool full = false;
   for (int b = threadIdx.x; b < B; b += THREADS) {
-    const int m = count[b], held = length[slot[b]];
+    const int m = count[b], held = m > 0 ? length[slot[b]] : 0;
     const bool overflows = m > 0 && held + m > C;
     full |= overflows;
     if (h == 0 && layer == 0) at[b] = m > C ? -1 : overflows ? 0 : held;
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn_fold(
   if (!__syncthreads_or(full)) return;
 
   for (int b = 0; b < B; b++) {
-    const int m = count[b], held = length[slot[b]];
+    const int m = count[b], held = m > 0 ? length[slot[b]] : 0;
     if (m <= 0 || held + m <= C) continue;
     const long long s = (long long)layer * Slots + slot[b], entry = s * C;
     const Source from = {ring_k + (entry * Hk + hk) * K, k[layer] + hk * K, ring_u + (entry * Hv + h) * V,

@@ -2,7 +2,8 @@
 //   y = silu(sum_i taps[W-1-i] x of the i-th ancestor), past the root of the request's window
 //   q = y / sqrt(sum y^2 + 1e-6) / sqrt(K),  k = y / sqrt(sum y^2 + 1e-6),  v = y
 //   g = -e^A_log softplus(a + dt_bias),  beta = sigmoid(b)
-// Sums in float32, rounded to Act once. Rows without a request are neither read nor written.
+// Sums in float32, rounded to Act once. Rows without a request are not written. Taps, forest and windows are read before the
+// previous kernel is done (after_all_previous in common.cuh).
 //
 // grid: for every `span` rows a block for each head of q, k and v and one for the gates. block: 32 .. 128 threads in
 // full warps; a group of lanes owns a row of the head and keeps the taps in registers from row to row, 16 bytes of
@@ -52,24 +53,47 @@ __device__ void convolve(const Rows& rows, int head, Act* out, int Ldout, float 
     const int row = begin + group;
     const int b = row < rows.last ? rows.request[row] : -1;
 
-    // y = silu(sum_j taps[j] x of the (W-1-j)-th ancestor)
-    float y[EACH][N] = {};
+    // the row and its ancestors; past the root, entries of the window
+    Pack<Act, N> x[W][EACH];
+    const Act* from[W] = {};
     if (b >= 0) {
-      const Act* past = rows.window + (long long)rows.slot[b] * (W - 1) * rows.Cc;
-      int at = row, entry = W - 1;  // what is read: a row, or past the root an entry of the window
+      const Act* past = rows.window + (long long)rows.slot[b] * (W - 1) * rows.Cc + head;
+      int at = row, entry = W - 1;
 #pragma unroll
       for (int j = W - 1; j >= 0; j--) {
-        const Act* from = head + (at >= 0 ? rows.qkvz + (long long)at * rows.Ldx : past + --entry * rows.Cc);
+        if (at >= 0) {
+          from[j] = rows.qkvz + (long long)at * rows.Ldx + head;
+          at = rows.parent[at];
+        } else {
+          entry--;
 #pragma unroll
-        for (int e = 0; e < EACH; e++) {
-          const int c = channel + e * LANES * N;
-          if (c < WIDTH) {
-            const auto x = load<N>(from + c);
-#pragma unroll
-            for (int i = 0; i < N; i++) y[e][i] = fmaf(to_float(x.v[i]), tap[e].v[i * W + j], y[e][i]);
+          for (int e = 0; e < EACH; e++) {
+            const int c = channel + e * LANES * N;
+            if (c < WIDTH) x[j][e] = load<N>(past + entry * rows.Cc + c);
           }
         }
-        if (at >= 0) at = rows.parent[at];
+      }
+    }
+    if (begin == rows.first) after_previous();
+#pragma unroll
+    for (int j = W - 1; j >= 0; j--) {
+#pragma unroll
+      for (int e = 0; e < EACH; e++) {
+        const int c = channel + e * LANES * N;
+        if (from[j] && c < WIDTH) x[j][e] = load<N>(from[j] + c);
+      }
+    }
+
+    // y = silu(sum_j taps[j] x of the (W-1-j)-th ancestor)
+    float y[EACH][N] = {};
+#pragma unroll
+    for (int j = W - 1; j >= 0; j--) {
+#pragma unroll
+      for (int e = 0; e < EACH; e++) {
+        if (b >= 0 && channel + e * LANES * N < WIDTH) {
+#pragma unroll
+          for (int i = 0; i < N; i++) y[e][i] = fmaf(to_float(x[j][e].v[i]), tap[e].v[i * W + j], y[e][i]);
+        }
       }
     }
 
@@ -109,10 +133,11 @@ __device__ void convolve_head(const Rows& rows, int head, int Hk, int Hv, Act* q
 
 __device__ void gates(const float* ba, const float* A_log, const float* dt_bias, const int* request, float* g,
                       float* beta, int Hv, int first, int last) {
+  after_previous();
   for (int i = threadIdx.x; i < (last - first) * Hv; i += blockDim.x) {
-    const int row = first + i / Hv, h = i % Hv;
-    if (request[row] < 0) continue;
+    const int row = first + i / Hv, h = i % Hv, owner = request[row];
     const float b = ba[2ll * row * Hv + h], a = ba[2ll * row * Hv + Hv + h] + dt_bias[h];
+    if (owner < 0) continue;
     const float softplus = fmaxf(a, 0.0f) + log1pf(expf(-fabsf(a)));
     g[(long long)row * Hv + h] = -expf(A_log[h]) * softplus;
     beta[(long long)row * Hv + h] = sigmoid(b);
@@ -139,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(128) gdn_inputs(
     int Hv,
     int span)
 {
-  after_previous();
+  // after_previous() is called by gates and convolve
   const int heads = 2 * Hk + Hv, head = blockIdx.x % (heads + 1);
   const int first = blockIdx.x / (heads + 1) * span, last = min(first + span, R);
   if (head == heads) return gates(ba, A_log, dt_bias, request, g, beta, Hv, first, last);

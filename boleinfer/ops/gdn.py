@@ -199,11 +199,13 @@ def _launch(
     columns = sum(-(-n // BLOCK) * BLOCK for n in (C, min(R, TREE_ROWS)))
     pitch = columns + 16 * (columns % 32 == 0)
     shared = 4 * constants["Vt"] * (K + columns) + 8 * BLOCK * pitch + 20 * columns + 16 * TREE_ROWS
+    width = constants["Vt"]
+    of_one_row = 4 * (3 * CHUNK + 4 + width * width // 4) + C * K * k.itemsize  # gdn_row.cuh
     args = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "S": S, "slot": slot, "o": o, "u": u, "Hk": Hk, "Hv": Hv}
     args |= {"ring_k": ring.k, "ring_u": ring.u, "ring_g": ring.g, "length": ring.length, "C": C, "Cols": columns}
     args |= {name: getattr(forest, name) for name in ("start", "chain", "parent", "request", "ancestors")}
     if R and B:
-        kernels.launch("gdn.cu", "gdn", grid, block, args, shared=shared, constants=constants)
+        kernels.launch("gdn.cu", "gdn", grid, block, args, shared=max(shared, of_one_row), constants=constants)
     return o, u
 
 
