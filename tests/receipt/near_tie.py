@@ -8,8 +8,8 @@ import numpy as np
 
 from boleinfer.sampling import Sampler, SamplingParams, uniform
 
-BOUND = 0.1
-"""The largest gap that is rounding of bf16, in standard deviations of the row's logits."""
+BOUNDS = {"float": 2e-5, "bf16": 0.1}
+"""The largest gap that is rounding, by type of activations, in standard deviations of the row's logits."""
 
 
 def gap(logits: np.ndarray, sampler: Sampler, token: int) -> float:
@@ -42,7 +42,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 def spread(logits: np.ndarray) -> float:
-    """The unit of BOUND."""
+    """The unit of BOUNDS."""
     return float(logits[np.isfinite(logits)].std())
 
 

@@ -1,4 +1,4 @@
-"""Tokens of the GPU beside NumPy's: float32 exactly, bf16 up to near ties, with every drafter and scripted drafts."""
+"""Tokens of the GPU beside NumPy's, equal up to near ties, with every drafter and scripted drafts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from boleinfer.request import Request
 from boleinfer.sampling import Sampler, SamplingParams
 from tests.receipt import Report
 from tests.receipt.models import FAMILIES, Tiny, gpu_engine, prompts, real_gpu, sampling, tiny
-from tests.receipt.near_tie import BOUND, first_difference, gap, keeps_every_id, spread
+from tests.receipt.near_tie import BOUNDS, first_difference, gap, keeps_every_id, spread
 from tests.running import Run, engine_of, finish, request_of
 
 DRAFTS = ("none", "ngram", "mtp", "auto")
@@ -27,9 +27,9 @@ DRAFTED = 4  # tokens of a scripted draft
 
 def run(quick: bool = False) -> Report:
     """Tiny models of each family, then the bundled model (on a real GPU)."""
-    report = Report(notes={"near tie": f"at most {BOUND} standard deviations of the logits"})
+    report = Report(notes={"near tie, in standard deviations of the logits": BOUNDS})
     with tempfile.TemporaryDirectory() as folder:
-        for family in FAMILIES[:1] if quick else FAMILIES:
+        for family in FAMILIES[1:2] if quick else FAMILIES:
             one_family(report, tiny(Path(folder), family, seed=11), 7 if quick else 40, quick)
     if real_gpu():
         bundled(report, 4 if quick else 16, 16 if quick else 64)
@@ -134,7 +134,7 @@ def _judge(
     want: Sequence[list[int]],
     logits: Callable[[list[int]], np.ndarray],
 ) -> None:
-    """Compares answers; the first difference of each has to be a near tie by NumPy's logits, and none in float32."""
+    """Compares answers; the first difference of each has to be a near tie by NumPy's logits."""
     for request, mine, right in zip(requests, got, want):
         report.count(f"answers {act}")
         report.count(f"tokens {act}", len(mine))
@@ -144,11 +144,12 @@ def _judge(
             continue
         sampler = _sampler_at(request, mine[:at])
         row = logits(request.tokens[: request.prompt_length] + mine[:at])
-        gaps = [gap(row, sampler, t) / spread(row) for t in (mine[at], right[at])]
+        judged = keeps_every_id(request.params)
+        gaps = [gap(row, sampler, t) / spread(row) if judged else np.inf for t in (mine[at], right[at])]
         report.count(f"first differences {act}")
         report.largest(f"largest gap {act}", max(gaps))
         report.expect(
-            act != "float" and max(gaps) <= BOUND,
+            max(gaps) <= BOUNDS[act],
             f"{what}: token {at} is {mine[at]} instead of {right[at]}; gaps {gaps[0]:.4f} and {gaps[1]:.4f} deviations",
         )
 
