@@ -90,14 +90,16 @@ def prompts(lengths: Sequence[int] = (21, 1, 70)) -> list[list[int]]:
 
 
 def sampling(n: int) -> dict[str, list[SamplingParams]]:
-    """Parameters for three prompts, n tokens each. "greedy" and "plain" keep every id, so near ties can be judged."""
-    some = {"max_tokens": n, "ignore_eos": True}
+    """Parameters for three prompts, n tokens each. "greedy" and "plain" keep every id, so near ties can be judged.
+
+    A dozen ids are favoured, so that texts repeat themselves and looking up finds something."""
+    some = {"max_tokens": n, "ignore_eos": True, "logit_bias": dict.fromkeys(range(3, 480, 40), 9.0)}
     return {
         "greedy": [SamplingParams(temperature=0, **some)] * 3,
         "plain": [SamplingParams(temperature=t, seed=s, **some) for t, s in ((0.8, 3), (1.0, 4), (1.3, 5))],
         "every parameter": [
             SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=3, repetition_penalty=1.2, **some),
             SamplingParams(temperature=1.2, min_p=0.05, presence_penalty=0.5, seed=4, logprobs=2, **some),
-            SamplingParams(temperature=0, frequency_penalty=0.4, logit_bias=dict.fromkeys(range(5), 2.0), **some),
+            SamplingParams(temperature=0, frequency_penalty=0.4, **some),
         ],
     }
