@@ -205,7 +205,8 @@ def pass_bytes(needs: Needs, R: int, sampled: int, B: int, context: int) -> int:
     logits = 0
     if needs.drafting is not None:
         logits = 2 * FLOAT * B * max(1, needs.drafting.width) * c.vocab_size
-    logits = max(logits, FLOAT * sampled * c.vocab_size)  # those of the step before are still there
+    sampling = FLOAT * c.vocab_size + c.vocab_size // 8 + 16  # and two doubles for 128 logits
+    logits = max(logits, sampled * sampling)  # those of the step before are still there
     return (
         R * (pending + stream + joined) + max(R * gdn, R * attention + side, R * ffn + routed) + FLOAT * sums + logits
     )

@@ -59,6 +59,9 @@ struct Tile {
   int row;      // its row in the forest
   int first;    // the tile's first query
   int queries;  // of the request
+  int start;    // of the request's rows in the forest
+  int T;        // its committed tokens
+  int chain;    // 1: each row sees all rows before it
   int end;      // slots to look at
   int part;     // first part of the request's row 0
   int step;     // from a row's first part to the next row's: number of its parts
@@ -86,7 +89,8 @@ __device__ __forceinline__ void place_parts(Tile& tile, int N, int before, int R
   tile.part = side_by_side ? before * Splits : Room * Splits + tile.q_row;
 }
 
-// The index-th tile of `Rows` queries. All threads together; every thread gets the same.
+// The index-th tile of `Rows` queries. All threads together; every thread gets the same. With a request a thread or fewer
+// all that it reads lies one wait away.
 __device__ __forceinline__ Tile find_tile(const Trees& f, int index, int Rows, int Ratio, int Room, int Splits, int Slots) {
   __shared__ Tile found;
   if (threadIdx.x == 0) found.request = -1;
@@ -94,13 +98,13 @@ __device__ __forceinline__ Tile find_tile(const Trees& f, int index, int Rows, i
     const int a_row = (Ratio + Rows - 1) / Rows, i = index / a_row, row = f.rows[i];
     const int b = row < 0 ? -1 : f.request[row];
     if (threadIdx.x == 0 && b >= 0) {
-      found = Tile{b, i, row, index % a_row * Rows, Ratio, 0, 0, 0};
-      found.end = min(f.committed[b] + row - f.start[b] + 1, Slots);
+      found = Tile{b, i, row, index % a_row * Rows, Ratio, f.start[b], f.committed[b], f.chain[b], 0, 0, 0};
+      found.end = min(found.T + row - found.start + 1, Slots);
       place_parts(found, 1, i, Room, Splits);
     }
   } else {
     const int each = (f.B + blockDim.x - 1) / blockDim.x, lo = min(f.B, int(threadIdx.x) * each);
-    const int hi = min(f.B, lo + each);
+    const int hi = min(f.B, lo + each), T = lo < hi ? f.committed[lo] : 0, chain = lo < hi ? f.chain[lo] : 0;
     int2 mine = {0, 0};  // tiles, and rows that may have room for many parts
     for (int b = lo; b < hi; b++) {
       const int N = f.start[b + 1] - f.start[b];
@@ -112,10 +116,12 @@ __device__ __forceinline__ Tile find_tile(const Trees& f, int index, int Rows, i
       for (int b = lo;; b++) {
         const int start = f.start[b], N = f.start[b + 1] - start, tiles = (N * Ratio + Rows - 1) / Rows;
         if (index < before.x + tiles) {
-          const int first = (index - before.x) * Rows, nodes = f.chain[b] ? min(N, (first + Rows - 1) / Ratio + 1) : N;
-          found = Tile{b, start, start, first, N * Ratio, 0, 0, 0};
+          const int first = (index - before.x) * Rows;
+          found = Tile{b, start, start, first, N * Ratio, start, T, chain, 0, 0, 0};
+          if (b > lo) found.T = f.committed[b], found.chain = f.chain[b];
           place_parts(found, N, before.y, Room, Splits);
-          found.end = min(f.committed[b] + (found.step > 1 ? N : nodes), Slots);
+          const int nodes = found.chain && found.step == 1 ? min(N, (first + Rows - 1) / Ratio + 1) : N;
+          found.end = min(found.T + nodes, Slots);
           break;
         }
         before = int2{before.x + tiles, before.y + (N <= TREE_ROWS ? N : 0)};
@@ -138,20 +144,32 @@ struct Queries {
   unsigned seen[TREE_WORDS];
   int last, T, chain;
 
+  // Before find_tile, whose barriers make it known.
+  __device__ void clear() {
+    if (threadIdx.x < TREE_WORDS) seen[threadIdx.x] = 0;
+    if (threadIdx.x == 0) last = -1;
+  }
+
   // All threads together, at least Rows of them. The caller's next barrier makes it readable.
   __device__ void describe(const Trees& f, const Tile& tile, int Ratio, int Hq) {
-    const int j = threadIdx.x, i = tile.first + j, row = tile.row + i / Ratio, b = tile.request;
-    if (j < TREE_WORDS) seen[j] = 0;
-    if (j == 0) last = -1, T = f.committed[b], chain = f.chain[b];
-    __syncthreads();
+    const int j = threadIdx.x, i = tile.first + j, row = tile.row + i / Ratio;
+    if (j == 0) T = tile.T, chain = tile.chain;
     if (j >= Rows) return;
-    const bool used = i < tile.queries && f.request[row] == b;
+    int b = -1;
+    unsigned mask[TREE_WORDS] = {};
+    if (i < tile.queries) {
+      b = f.request[row];
+#pragma unroll
+      for (int w = 0; w < TREE_WORDS; w++) mask[w] = f.ancestors[(long long)row * TREE_WORDS + w];
+    }
+    const bool used = b == tile.request;
     const int head = int(blockIdx.y) * Ratio + i % Ratio;
     place[j] = used ? (tile.part + i / Ratio * tile.step) * Hq + head : -1;
-    node[j] = used ? row - f.start[b] : -1;
+    node[j] = used ? row - tile.start : -1;
     if (used) atomicMax(&last, node[j]);
+#pragma unroll
     for (int w = 0; w < TREE_WORDS; w++) {
-      ancestors[j][w] = used ? f.ancestors[(long long)row * TREE_WORDS + w] : 0;
+      ancestors[j][w] = used ? mask[w] : 0;
       if (ancestors[j][w]) atomicOr(&seen[w], ancestors[j][w]);
     }
   }
@@ -171,10 +189,10 @@ struct Queries {
   }
 };
 
-// Where each row's parts lie and how many they are: written by one block for each tile.
+// Where each row's parts lie and how many they are, for attention_join.cu: written by one block for each tile.
 __device__ __forceinline__ void write_parts(const Tile& tile, int Rows, int Ratio, int count, int* parts) {
   const int i = tile.first + threadIdx.x;
-  if (blockIdx.y || blockIdx.z || threadIdx.x >= Rows || i >= tile.queries) return;
+  if (parts == nullptr || blockIdx.y || blockIdx.z || threadIdx.x >= Rows || i >= tile.queries) return;
   if (threadIdx.x && i % Ratio) return;  // once a row
   int* out = parts + 2ll * (tile.q_row + i / Ratio);
   out[0] = tile.part + i / Ratio * tile.step;

@@ -1,15 +1,18 @@
-// Attention of a forest over paged KV, bf16 on tensor cores: parts (o, m, l) of each query's softmax for attention_join.cu.
+// Attention of a forest over paged KV, bf16 on tensor cores: parts (o, m, l) of each query's softmax, and their sum.
 // Definition: tree_attention in boleinfer/ops/attention.py; words and parts are explained in attention.cuh.
 //
 // grid: tiles, Hkv, workers. A block owns a tile of Rows queries of one KV head, and every gridDim.z-th split of the
 // context; of a request with many rows the first worker takes all splits in order. block: 128 threads (Rows = 16) or 256
 // (64). Four warps form a group, with 16 queries (or twice 32) to themselves: of KEYS slots at a time each takes a quarter
-// for the scores and a quarter of the columns for the values. The order of sums does not depend on Rows.
-// shared: 4 bytes x (Rows/2 Dh + KEYS max(Dh, Rows) + KEYS Dh): q, and k and v of two times KEYS slots. The weights of the
-// softmax take the place of their k. Read twice: the KV of a split, once for each tile of its request, from L2.
+// for the scores and a quarter of the columns for the values. The order of sums does not depend on Rows or Stages.
+// Where `out` is given (Rows = 16) the tile's last block joins the parts, else attention_join.cu does.
+// shared: 2 bytes x (Rows Dh + Stages (KEYS max(Dh, Rows) + KEYS Dh)): q, and k and v of Stages times KEYS slots. The
+// weights of the softmax take the place of their k. Read twice: the KV of a split, once for each tile of its request,
+// from L2.
 //
-// sizes: Dh=32,64,128,256 Rows=16,64 Act=bf16
+// sizes: Dh=32,64,128,256 Rows=16 Stages=2,3 Act=bf16 | Dh=32,64,128,256 Rows=64 Stages=2 Act=bf16
 // spills: two registers outside the products at Dh=256 on sm_90, so that two blocks of 256 threads fit beside each other
+#include "arrival.cuh"
 #include "attention.cuh"
 #include "mma.cuh"
 
@@ -37,16 +40,23 @@ struct Pages {
   const int* table;
   int P, Hkv;
 
-  // The lane's slot among all slots of the pool, -1 where no query sees it.
-  __device__ int where(const Queries<Rows>& query, int key, int stop) const {
-    const int lane = threadIdx.x % WARP, slot = key + threadIdx.x / WARP * OWN + lane;
-    if (lane >= OWN || slot >= stop || !query.any_sees(slot)) return -1;
+  __device__ static int slot_of(int key) {
+    const int lane = threadIdx.x % WARP;
+    return lane < OWN ? key + threadIdx.x / WARP * OWN + lane : 0x7fffffff;
+  }
+
+  // The lane's slot among all slots of the pool, -1 from `stop` on.
+  __device__ int where(int key, int stop) const {
+    const int slot = slot_of(key);
+    if (slot >= stop) return -1;
     const unsigned page = unsigned(slot) / unsigned(P);
     return table[page] * P + (slot - int(page) * P);
   }
 
-  __device__ void copy(bf16* stage, int own) const {
+  // k and v of slots key ..; own: where the lane's lies. Zeros where no query sees it.
+  __device__ void copy(bf16* stage, const Queries<Rows>& query, int key, int own) const {
     const int lane = threadIdx.x % WARP, first = threadIdx.x / WARP * OWN, col = lane % WORDS * 8;
+    if (own >= 0 && !query.any_sees(slot_of(key))) own = -1;
 #pragma unroll
     for (int i = 0; i < OWN; i += AT_ONCE) {
       const int row = i + lane / WORDS;
@@ -208,6 +218,55 @@ __device__ void end_split(const Softmax& x, bool join, int skip, const Queries<R
     }
 }
 
+// out = sum of parts / sum of weights * sigmoid(gate) for the tile's queries, a warp a query; as attention_join.cu.
+__device__ void join_tile(const Queries<Rows>& query, const Tile& tile, int count, int Ratio, int Hq, int Ldg,
+                          const float* part_o, const float* part_ml, const Act* gate, Act* out) {
+  constexpr int EACH = Dh / WARP, AT_ONCE = 16;  // columns of a lane; parts under way
+  const int lane = threadIdx.x % WARP;
+  for (int j = threadIdx.x / WARP; j < Rows; j += WARPS) {
+    const int place = query.place[j], i = tile.first + j, head = int(blockIdx.y) * Ratio + i % Ratio;
+    if (place < 0) continue;
+    const long long row = tile.q_row + i / Ratio;
+    const float* from = part_o + (long long)place * Dh + lane * EACH;
+    float by[EACH], o[EACH] = {}, top = -inf(), weight = 0.0f;
+#pragma unroll
+    for (int e = 0; e < EACH; e++) by[e] = to_float(gate[row * Ldg + head * Dh + lane * EACH + e]);
+    float2 own = {}, factor = {};  // of part begin / WARP * WARP + lane: m and l; its factors
+    for (int begin = 0; begin < count; begin += AT_ONCE) {
+      Pack<float, EACH> part[AT_ONCE];
+#pragma unroll
+      for (int p = 0; p < AT_ONCE; p++) {
+        if (begin + p < count) part[p] = load<EACH>(from + (long long)(begin + p) * Hq * Dh);
+      }
+      if (begin % WARP == 0) {
+        own = float2{-inf(), 0.0f};
+        if (begin + lane < count) memcpy(&own, part_ml + 2 * (place + (long long)(begin + lane) * Hq), 8);
+        float until = own.x;  // the largest m up to this part
+#pragma unroll
+        for (int d = 1; d < WARP; d *= 2) until = fmaxf(until, __shfl_up_sync(ALL_LANES, until, d));
+        float before = __shfl_up_sync(ALL_LANES, until, 1);
+        before = lane == 0 ? top : fmaxf(before, top);
+        factor = join_factors(before, own.x);
+        top = __shfl_sync(ALL_LANES, before, WARP - 1);
+      }
+#pragma unroll
+      for (int p = 0; p < AT_ONCE; p++) {
+        const int at = (begin + p) % WARP;
+        const float2 by_m = {__shfl_sync(ALL_LANES, factor.x, at), __shfl_sync(ALL_LANES, factor.y, at)};
+        const float l = __shfl_sync(ALL_LANES, own.y, at);
+        if (begin + p >= count) continue;
+        weight = begin + p == 0 ? l : joined(weight, l, by_m);
+#pragma unroll
+        for (int e = 0; e < EACH; e++) o[e] = begin + p == 0 ? part[p].v[e] : joined(o[e], part[p].v[e], by_m);
+      }
+    }
+    Pack<Act, EACH> y;
+#pragma unroll
+    for (int e = 0; e < EACH; e++) y.v[e] = from_float<Act>(o[e] / weight * sigmoid(by[e]));
+    store<EACH>(out + (row * Hq + head) * Dh + lane * EACH, y);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tree_attention(
     const Act* __restrict__ q,               // [Rq, Hq, Dh] aligned 16
     const Act* __restrict__ k_pages,         // [Pages, P, Hkv, Dh] aligned 16
@@ -221,7 +280,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tree_attention(
     const int* __restrict__ committed,       // [B]
     float* __restrict__ part_o,              // [Parts, Hq, Dh] aligned 16
     float* __restrict__ part_ml,             // [Parts, Hq, 2] aligned 16
-    int* __restrict__ parts,                 // [Rq, 2] first part and number of parts of a row
+    int* __restrict__ parts,                 // [Rq, 2] or null; first part and number of parts of a row
+    const Act* __restrict__ gate,            // [Rq, Hq, Dh] strides [Ldg, Dh, 1]
+    int* __restrict__ arrived,               // [Counters] zeros
+    Act* __restrict__ out,                   // [Rq, Hq, Dh] or null
     int Hq,
     int Hkv,
     int P,
@@ -229,6 +291,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tree_attention(
     int M,
     int Room,
     int Splits,
+    int Ldg,
     float scale)
 {
   after_previous();
@@ -237,6 +300,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tree_attention(
   __shared__ float exchange[QUARTERS][Rows];
 
   // the tile; long ones are started first
+  query.clear();
   const Trees forest = {rows, request, ancestors, chain, start, committed, B};
   const int Ratio = Hq / Hkv;
   const Tile tile = find_tile(forest, gridDim.x - 1 - blockIdx.x, Rows, Ratio, Room, Splits, M * P);
@@ -246,18 +310,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tree_attention(
   if (blockIdx.z >= splits) return;
   query.describe(forest, tile, Ratio, Hq);
   write_parts(tile, Rows, Ratio, splits, parts);
-  __syncthreads();
 
-  // q, zero where there is no query
   bf16* q_tile = reinterpret_cast<bf16*>(arena);
   bf16* stages = q_tile + Rows * Dh;
-  for (int word = threadIdx.x; word < Rows * (Dh / 8); word += THREADS) {
-    const int j = word / (Dh / 8), col = word % (Dh / 8) * 8, i = tile.first + j;
-    const bool used = query.place[j] >= 0;
-    const long long from = ((tile.q_row + i / Ratio) * (long long)Hq + blockIdx.y * Ratio + i % Ratio) * Dh + col;
-    cp_async16(q_tile + at<Dh>(j, col), q + (used ? from : 0), used);
-  }
-
   const int warp = threadIdx.x / WARP, group = warp / QUARTERS * (16 * MT), quarter = warp % QUARTERS;
   const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
   const Pages pages = {k_pages, v_pages, page_table + (long long)tile.request * M, P, Hkv};
@@ -266,18 +321,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tree_attention(
   for (int split = splits - 1 - blockIdx.z; split >= 0; split -= gridDim.z) {
     int begin = split_begin(split), edge = split_begin(split + 1), stop = tile.end;
     if (side_by_side) stop = min(stop, edge);
-    int ahead = pages.where(query, begin, stop);
-    __syncthreads();  // all are done with the stages
-    pages.copy(stages, ahead);
-    cp_async_commit();
-    ahead = pages.where(query, begin + KEYS, stop);
-    for (int key = begin, turn = 0; key < stop; key += KEYS, turn ^= 1) {
-      bf16* k = stages + turn * STAGE;
-      cp_async_wait<0>();
-      __syncthreads();  // k and v are here, and all are done with the other stage
-      if (key + KEYS < stop) pages.copy(stages + (turn ^ 1) * STAGE, ahead);
+    int own[Stages];
+#pragma unroll
+    for (int i = 0; i < Stages; i++) own[i] = pages.where(begin + i * KEYS, stop);
+    __syncthreads();  // the queries are described, and all are done with the stages
+    if (split == splits - 1 - blockIdx.z) {
+      // q, zero where there is no query
+      for (int word = threadIdx.x; word < Rows * (Dh / 8); word += THREADS) {
+        const int j = word / (Dh / 8), col = word % (Dh / 8) * 8, i = tile.first + j;
+        const bool used = query.place[j] >= 0;
+        const long long from = ((tile.q_row + i / Ratio) * (long long)Hq + blockIdx.y * Ratio + i % Ratio) * Dh + col;
+        cp_async16(q_tile + at<Dh>(j, col), q + (used ? from : 0), used);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < Stages; i++) {
+      if (begin + i * KEYS < stop) pages.copy(stages + i * STAGE, query, begin + i * KEYS, own[i]);
       cp_async_commit();
-      ahead = pages.where(query, key + 2 * KEYS, stop);
+    }
+    int ahead = pages.where(begin + Stages * KEYS, stop), turn = 0;
+    for (int key = begin; key < stop; key += KEYS, turn = turn + 1 == Stages ? 0 : turn + 1) {
+      bf16* k = stages + turn * STAGE;
+      if (key == begin) {
+        cp_async_wait<Stages - 1>();
+      } else {
+        cp_async_wait<Stages - 2>();
+      }
+      __syncthreads();  // k and v are here, and all are done with the stage before
+      if (key > begin) {
+        const int next = key + (Stages - 1) * KEYS, free = turn == 0 ? Stages - 1 : turn - 1;
+        if (next < stop) pages.copy(stages + free * STAGE, query, next, ahead);
+        cp_async_commit();
+        ahead = pages.where(next + KEYS, stop);
+      }
 
       // s = scale q k^T, in base 2; -inf where the slot is not seen
       float s[MT][NK][4] = {};
@@ -303,5 +379,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tree_attention(
       x.clear();
       edge = split_begin(split_of(edge) + 1);
     }
+  }
+  if constexpr (Rows == 16) {
+    if (out == nullptr) return;
+    const int blocks = min(splits, int(gridDim.z));
+    if (!arrives_last(arrived + blockIdx.x * Hkv + blockIdx.y, blocks)) return;
+    join_tile(query, tile, splits, Ratio, Hq, Ldg, part_o, part_ml, gate, out);
   }
 }

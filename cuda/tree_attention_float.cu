@@ -62,6 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tree_attention(
   // the tile; long ones are started first
   const Trees forest = {rows, request, ancestors, chain, start, committed, B};
   const int Ratio = Hq / Hkv;
+  query.clear();
   const Tile tile = find_tile(forest, gridDim.x - 1 - blockIdx.x, ROWS, Ratio, Room, Splits, M * P);
   if (tile.request < 0) return;
   const bool side_by_side = tile.step > 1;

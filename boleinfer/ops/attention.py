@@ -81,7 +81,7 @@ def _launch(
     scale: float,
     rows: Array | None,
 ) -> Array:
-    """The two kernels. Grids depend on the sizes of arrays alone."""
+    """One kernel, or two. Grids depend on the sizes of arrays alone."""
     (n, Hq, Dh), (B, M), (P, Hkv) = q.shape, page_table.shape, k_pages.shape[1:3]
     act, ratio = device.c_type(q), Hq // Hkv
     if Dh not in WIDTHS or Hq % Hkv or act not in ("bf16", "float"):
@@ -96,28 +96,34 @@ def _launch(
     room = min(n, _SIDE_ROWS, max(1, SCRATCH // (4 * splits * Hq * Dh)))
     held = room * splits + (0 if room == n <= _TREE_ROWS else n)
     part_o, part_ml = (device.empty((held, Hq, width), np.float32) for width in (Dh, 2))
-    parts = device.empty((n, 2), np.int32)
 
-    tile = 64 if act == "bf16" and rows is None and n * ratio > 16 * min(B, n) else 16
-    tiles = n * -(-ratio // tile) if rows is not None else n * ratio // tile + min(B, n)
+    tile = 64 if act == "bf16" and rows is None and n * ratio > 32 * min(B, n) else 16
+    tiles = n * -(-ratio // tile) if rows is not None else (n * ratio + min(B, n) * (tile - 1)) // tile
     workers = min(splits, max(_WORKERS, _BLOCKS // (tiles * Hkv)))
+    joins = act == "bf16" and tile == 16 and tiles * Hkv <= device.COUNTERS  # all in one launch
+    parts = None if joins else device.empty((n, 2), np.int32)
     shared = {"Hq": Hq, "rows": rows, "request": forest.request, "part_o": part_o, "part_ml": part_ml, "parts": parts}
     args = shared | {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table}
     args |= {name: getattr(forest, name) for name in ("ancestors", "chain", "start", "committed")}
     args |= {"Hkv": Hkv, "P": P, "B": B, "M": M, "Room": room, "Splits": splits, "scale": scale}
+    end = {"gate": gate, "Ldg": gate.strides[0] // gate.dtype.itemsize}
     grid = tiles, Hkv, workers
     if act == "bf16":
-        keys, constants = 32 if Dh == 256 else 64, {"Dh": Dh, "Rows": tile, "Act": act}
-        memory = 2 * (tile * Dh + 2 * keys * (max(Dh, tile) + Dh))
+        keys = 32 if Dh == 256 else 64
+        stage = 2 * keys * (max(Dh, tile) + Dh)
+        stages = 3 if tile == 16 and 2 * tile * Dh + 3 * stage <= device.shared_bytes() - 1024 else 2
+        constants = {"Dh": Dh, "Rows": tile, "Stages": stages, "Act": act}
+        memory = 2 * tile * Dh + stages * stage
+        args |= end | {"out": out if joins else None, "arrived": device.counters(tiles * Hkv if joins else 0)}
         kernels.launch("tree_attention.cu", "tree_attention", grid, 4 * max(tile, 32), args, None, memory, constants)
     else:
         memory = 4 * (16 * (Dh + 1) + 32 * Dh + 16 * 32)
         constants = {"Dh": Dh, "Act": act}
         kernels.launch("tree_attention_float.cu", "tree_attention", grid, 128, args, None, memory, constants)
-    args = shared | {"gate": gate, "out": out, "Ldg": gate.strides[0] // gate.dtype.itemsize}
-    kernels.launch(
-        "attention_join.cu", "attention_join", (n, -(-Hq * Dh // 512)), 128, args, constants={"Dh": Dh, "Act": act}
-    )
+    if not joins:
+        constants = {"Dh": Dh, "Act": act}
+        args, blocks = shared | end | {"out": out}, -(-Hq * Dh // 512)
+        kernels.launch("attention_join.cu", "attention_join", (n, blocks), 128, args, constants=constants)
     return out
 
 
