@@ -20,24 +20,35 @@ __device__ constexpr int lanes_of_head() {
 }
 constexpr int LANES = lanes_of_head();
 
-// One head from x to out, by the lanes of a group; w is null for v. Where out is null the lanes only exchange sums.
-template <int N>
-__device__ void head(const Act* x, const float* w, const float* cos, const float* sin, Act* out, float eps) {
+// One head from x to where(), by the lanes of a group; w is null for v. Where x is null the lanes only exchange sums.
+// All reads are under way before the first is used: where() has to wait for others as well.
+template <int N, class Where>
+__device__ void head(const Act* x, const float* w, const float* cos, const float* sin, float eps, Where where) {
   constexpr int EACH = (Dh + LANES * N - 1) / (LANES * N);
   const int first = threadIdx.x % LANES * N;  // and every LANES * N-th
-
-  // scale = 1 / sqrt(mean x^2 + eps)
-  float y[EACH][N], sum = 0.0f;
+  Pack<Act, N> own[EACH], partner[EACH];
+  Pack<float, N> delta[EACH], partner_delta[EACH], cosine[EACH], sine[EACH];
 #pragma unroll
   for (int e = 0; e < EACH; e++) {
     const int c = first + e * LANES * N;
-    if (out == nullptr || c >= Dh) continue;
-    const auto group = load<N>(x + c);
+    if (x == nullptr || c >= Dh) continue;
+    own[e] = load<N>(x + c);
+    if (w == nullptr) continue;
+    delta[e] = load<N>(w + c);
+    if (c >= 2 * Half) continue;
+    const int other = c < Half ? c + Half : c - Half;
+    partner[e] = load<N>(x + other), partner_delta[e] = load<N>(w + other);
+    cosine[e] = load<N>(cos + c % Half), sine[e] = load<N>(sin + c % Half);
+  }
+  Act* out = where();
+
+  // scale = 1 / sqrt(mean x^2 + eps)
+  float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < N; i++) {
-      y[e][i] = to_float(group.v[i]);
-      sum = fmaf(y[e][i], y[e][i], sum);
-    }
+  for (int e = 0; e < EACH; e++) {
+    if (x == nullptr || first + e * LANES * N >= Dh) continue;
+#pragma unroll
+    for (int i = 0; i < N; i++) sum = fmaf(to_float(own[e].v[i]), to_float(own[e].v[i]), sum);
   }
 #pragma unroll
   for (int lane = LANES / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, lane);
@@ -48,31 +59,23 @@ __device__ void head(const Act* x, const float* w, const float* cos, const float
     const int c = first + e * LANES * N;
     if (out == nullptr || c >= Dh) continue;
     if (w != nullptr) {
-      // y = x scale (1 + w)
-      const auto delta = load<N>(w + c);
+      // y = x scale (1 + w); y_i cos - y_{i+Half} sin on the left, y_i cos + y_{i-Half} sin on the right
+      const float sign = c < Half ? -scale : scale;
 #pragma unroll
-      for (int i = 0; i < N; i++) y[e][i] *= scale * (1.0f + delta.v[i]);
-      if (c < 2 * Half) {
-        // y_i cos - y_{i+Half} sin on the left, y_i cos + y_{i-Half} sin on the right
-        const int angle = c % Half, other = c < Half ? c + Half : c - Half;
-        const float sign = c < Half ? -scale : scale;
-        const auto partner = load<N>(x + other);
-        const auto partner_delta = load<N>(w + other), cosine = load<N>(cos + angle), sine = load<N>(sin + angle);
-#pragma unroll
-        for (int i = 0; i < N; i++) {
-          const float turned = to_float(partner.v[i]) * sign * (1.0f + partner_delta.v[i]);
-          y[e][i] = fmaf(y[e][i], cosine.v[i], turned * sine.v[i]);
+      for (int i = 0; i < N; i++) {
+        float y = to_float(own[e].v[i]) * (scale * (1.0f + delta[e].v[i]));
+        if (c < 2 * Half) {
+          const float turned = to_float(partner[e].v[i]) * sign * (1.0f + partner_delta[e].v[i]);
+          y = fmaf(y, cosine[e].v[i], turned * sine[e].v[i]);
         }
+        own[e].v[i] = from_float<Act>(y);
       }
     }
-    Pack<Act, N> result;
-#pragma unroll
-    for (int i = 0; i < N; i++) result.v[i] = from_float<Act>(y[e][i]);
-    store<N>(out + c, result);
+    store<N>(out + c, own[e]);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(128) attention_inputs(
+extern "C" __global__ void __launch_bounds__(128, 6) attention_inputs(
     const Act* __restrict__ qkv,         // [Rows, 2*(Hq+Hkv)*Dh] q, gate, k, v
     const float* __restrict__ q_norm,    // [Dh] a delta to 1
     const float* __restrict__ k_norm,    // [Dh]
@@ -96,31 +99,27 @@ extern "C" __global__ void __launch_bounds__(128) attention_inputs(
   const unsigned heads = Hq + 2 * Hkv;
   const unsigned unit = ((unsigned long long)blockIdx.x * blockDim.x + threadIdx.x) / LANES;
   const int n = unit / heads, h = unit % heads;
-  const int row = n >= Rows ? -1 : rows == nullptr ? n : rows[n];
-  const int b = row < 0 ? -1 : request[row];
-
-  // Where the head goes
-  Act* out = nullptr;
-  if (b >= 0) {
-    if (h < Hq) {
-      out = q + ((long long)n * Hq + h) * Dh;
-    } else {
-      const int slot = kv_slot[row], entry = slot / P;
-      const long long page = entry < M ? page_table[(long long)b * M + entry] : -1;
-      const int kv_head = (h - Hq) % Hkv;
-      Act* pages = h < Hq + Hkv ? k_pages : v_pages;
-      if (page >= 0) out = pages + ((page * P + slot % P) * Hkv + kv_head) * Dh;
-    }
-  }
-
-  const int c = h < Hq ? h * Dh : (Hq + h) * Dh;
-  const Act* x = qkv + (long long)n * 2 * (Hq + Hkv) * Dh + c;
+  const Act* x = n < Rows ? qkv + (2ll * n * (Hq + Hkv) + (h < Hq ? h : Hq + h)) * Dh : nullptr;
   const float* w = h < Hq ? q_norm : h < Hq + Hkv ? k_norm : nullptr;
   const float *cos_row = cos + (long long)n * Half, *sin_row = sin + (long long)n * Half;
+
+  // Where the head goes, null for nowhere
+  const auto where = [&]() -> Act* {
+    const int row = n >= Rows ? -1 : rows == nullptr ? n : rows[n];
+    if (row < 0) return nullptr;
+    const int b = request[row], slot = kv_slot[row];
+    if (b < 0) return nullptr;
+    if (h < Hq) return q + ((long long)n * Hq + h) * Dh;
+    const int entry = slot / P;
+    const long long page = entry < M ? page_table[(long long)b * M + entry] : -1;
+    Act* pages = h < Hq + Hkv ? k_pages : v_pages;
+    return page < 0 ? nullptr : pages + ((page * P + slot % P) * Hkv + (h - Hq) % Hkv) * Dh;
+  };
+
   constexpr int N = PER_16_BYTES<Act>;
   if (Dh % N == 0 && Half % N == 0 && aligned16(qkv, q_norm, k_norm, cos, sin, q, k_pages, v_pages)) {
-    head<N>(x, w, cos_row, sin_row, out, eps);
+    head<N>(x, w, cos_row, sin_row, eps, where);
   } else {
-    head<1>(x, w, cos_row, sin_row, out, eps);
+    head<1>(x, w, cos_row, sin_row, eps, where);
   }
 }
