@@ -221,17 +221,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, (TENSOR ? 512 : 384) / THR
   extern __shared__ __align__(16) char memory[];
   const int b = blockIdx.z, h = blockIdx.y, v0 = blockIdx.x * Vt;
   const int tree = start[b], rows = start[b + 1] - tree, path = chain[b];
-  const long long s = slot[b];
+  const long long s = max(slot[b], 0);
   if (rows <= 0) {
     if (blockIdx.x + h + b == 0) after_previous();  // one has to
     return;
   }
   if (rows == 1) {
-    if (request[tree] != b) return after_previous();
     const long long key = ((long long)tree * Hk + h / (Hv / Hk)) * K, value = (long long)tree * Hv + h;
     const Row row = {q + key, k + key, v + value * V + v0, g + value, beta + value, S + (s * Hv + h) * K * V + v0,
                      ring_k + (s * C * Hk + h / (Hv / Hk)) * K, ring_u + (s * C * Hv + h) * V + v0,
-                     ring_g + s * C * Hv + h, length[s], o + value * V + v0, u + value * V + v0};
+                     ring_g + s * C * Hv + h, length[s], request[tree] == b, o + value * V + v0, u + value * V + v0};
     return one_row(row, reinterpret_cast<float*>(memory), Hk, Hv);
   }
   const Lane me = this_lane();

@@ -61,10 +61,11 @@ extern "C" __global__ void __launch_bounds__(128) gdn_append(
     int C,
     int Parts)
 {
-  after_previous();
-  const int b = blockIdx.y, layer = blockIdx.z, m = count[b], to = at[b];
+  const int b = blockIdx.y, layer = blockIdx.z;
   const int* rows = row + start[b];
   const long long place = (long long)layer * Slots + slot[b];
+  after_previous();
+  const int m = count[b], to = at[b];
   if (m <= 0) return;
 
   constexpr int N = PER_16_BYTES<Act>;

@@ -99,13 +99,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn_fold(
     int Hv,
     int C)
 {
-  after_previous();
   __shared__ __align__(16) Piece piece;
   const int h = blockIdx.x, layer = blockIdx.y, hk = h / (Hv / Hk);
 
+  const int mine = min(int(threadIdx.x), B - 1), first = slot[mine] < 0 ? 0 : length[slot[mine]];  // most often all
+  after_previous();
   bool full = false;
   for (int b = threadIdx.x; b < B; b += THREADS) {
-    const int m = count[b], held = m > 0 ? length[slot[b]] : 0;
+    const int m = count[b], held = m <= 0 ? 0 : b < THREADS ? first : length[slot[b]];
     const bool overflows = m > 0 && held + m > C;
     full |= overflows;
     if (h == 0 && layer == 0) at[b] = m > C ? -1 : overflows ? 0 : held;
@@ -119,6 +120,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn_fold(
     const Source from = {ring_k + (entry * Hk + hk) * K, k[layer] + hk * K, ring_u + (entry * Hv + h) * V,
                          u[layer] + h * V, ring_g + entry * Hv + h, g[layer] + h, row + start[b], held,
                          m > C ? m : 0, Hk, Hv};
-    for (int v0 = 0; v0 < V; v0 += Vt) fold_tile(S + (s * Hv + h) * K * V, from, v0, piece, this_lane());
+    float* state = S + (s * Hv + h) * K * V;
+    for (int i = threadIdx.x; i < K * V / 8; i += THREADS) prefetch(state + 8 * i);
+    for (int v0 = 0; v0 < V; v0 += Vt) fold_tile(state, from, v0, piece, this_lane());
   }
 }

@@ -23,6 +23,7 @@ struct Row {
   const float* ring_u;  // [C, Hv, V] of the head, from the tile's first column
   const float* ring_g;  // [C, Hv] of the head
   int ring;             // filled entries
+  bool used;
   Act* o;
   float* u;
 };
@@ -126,10 +127,10 @@ __device__ __forceinline__ void one_row(const Row& row, float* memory, int Hk, i
   Act* keys = reinterpret_cast<Act*>(part + WARPS * 2 * Vt);  // [ring, K]
   const int column = threadIdx.x % (Vt / 4) * 4, group = threadIdx.x / (Vt / 4);
 
-  fetch_keys(keys, row, Hk);
   Pack<float, 4> s[EACH_KEYS], ring[EACH_RING];
 #pragma unroll
   for (int j = 0; j < EACH_KEYS; j++) s[j] = load<4>(row.S + (group * EACH_KEYS + j) * V + column);
+  fetch_keys(keys, row, Hk);
 #pragma unroll
   for (int j = 0; j < EACH_RING; j++) {
     const int i = group + GROUPS * j;
@@ -137,6 +138,7 @@ __device__ __forceinline__ void one_row(const Row& row, float* memory, int Hk, i
   }
   const Decays decays(row, Hv);
   after_previous();
+  if (!row.used) return;
 
   const float value = threadIdx.x < Vt ? to_float(row.v[threadIdx.x]) : 0.0f, beta = *row.beta;
   const auto q = load<EACH_KEYS>(row.q + group * EACH_KEYS), k = load<EACH_KEYS>(row.k + group * EACH_KEYS);
