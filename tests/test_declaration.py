@@ -210,3 +210,24 @@ def test_a_missing_or_binary_file(tmp_path):
     for name in ("b.cu", "none.cu"):
         with pytest.raises(KernelError, match=f"{name}: the kernel file cannot be read"):
             read(tmp_path / name)
+
+
+def test_kernels_that_wait_by_themselves_are_known():
+    first, second, third = (kernel("int n", name=name) for name in "abc")
+    text = first.replace("f(x);", "after_previous();") + second + third.replace("f(x);", "after_all_previous();")
+    assert parse(text, PATH).early == {"a", "c"}
+
+
+def test_every_kernel_of_a_step_can_be_launched_before_the_previous_one_is_done():
+    files = [read(path) for path in sorted(cuda_folder().glob("*.cu"))]
+    late = {name for file in files for name in file.kernels if name not in file.early}
+    assert not late & {"gdn", "gdn_inputs", "gated_rms_norm", "gdn_fold", "gdn_append", "move_kv", "embedding", "plant"}
+
+
+@pytest.mark.parametrize("array,writes", [("const float", False), ("float", True), ("unsigned int", True)])
+def test_one_array_of_each_layer(array, writes):
+    parameter = one(f"const __grid_constant__ Each<{array}> x)  // [R, D] strides [Ld, 1] aligned 16; of each layer")
+    assert parameter.each and parameter.writes == writes and parameter.type == array.removeprefix("const ")
+    assert [d.text for d in parameter.strides] == ["Ld", "1"] and parameter.aligned == 16 and not parameter.restrict
+    with pytest.raises(KernelError, match="write it like"):
+        one(f"Each<{array}> x)  // [R, D]")
