@@ -11,7 +11,7 @@
 // from L2.
 //
 // sizes: Dh=32,64,128,256 Rows=16 Stages=2,3 Act=bf16 | Dh=32,64,128,256 Rows=64 Stages=2 Act=bf16
-// spills: two registers outside the products at Dh=256 on sm_90, so that two blocks of 256 threads fit beside each other
+// spills: a few registers outside the products at Dh=256 on sm_90 and 100, so that two blocks of 256 threads fit beside each other
 #include "arrival.cuh"
 #include "attention.cuh"
 #include "mma.cuh"
@@ -98,9 +98,12 @@ struct Softmax {
     }
   }
 
-  // s = q k^T of the warp's queries and its quarter of the slots
+  // s = q k^T of the warp's queries and its quarter of the slots. Where these are one product wide, two sums take turns:
+  // the products of one sum follow each other slowly.
   __device__ static void scores(float (&s)[MT][NK][4], const bf16* q, const bf16* k, int group, int quarter) {
     const int lane = threadIdx.x % WARP;
+    constexpr bool TWO = NK == 1;
+    float other[MT][NK][4] = {};
 #pragma unroll
     for (int col = 0; col < Dh; col += 32) {
       unsigned a[MT][2][4], b[4];
@@ -109,10 +112,19 @@ struct Softmax {
 #pragma unroll
       for (int n = 0; n < NK; n++) {
         ldmatrix_x4(b, k + at<Dh>((quarter * NK + n) * 8 + lane % 8, lane / 8 * 8, col));
+        const unsigned low[2] = {b[0], b[1]}, high[2] = {b[2], b[3]};
 #pragma unroll
-        for (int mt = 0; mt < MT; mt++) multiply(s[mt][n], a[mt], b);
+        for (int mt = 0; mt < MT; mt++) {
+          mma_m16n8k16(s[mt][n], a[mt][0], low);
+          mma_m16n8k16(TWO ? other[mt][n] : s[mt][n], a[mt][1], high);
+        }
       }
     }
+    if (!TWO) return;
+#pragma unroll
+    for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) s[mt][0][e] += other[mt][0][e];
   }
 
   // m = max(m, max s), p = 2^(s - m), l and o scaled to the new m; p to shared memory, over k. Two barriers.
@@ -342,11 +354,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tree_attention(
     int ahead = pages.where(begin + Stages * KEYS, stop), turn = 0;
     for (int key = begin; key < stop; key += KEYS, turn = turn + 1 == Stages ? 0 : turn + 1) {
       bf16* k = stages + turn * STAGE;
-      if (key == begin) {
-        cp_async_wait<Stages - 1>();
-      } else {
-        cp_async_wait<Stages - 2>();
-      }
+      if (key == begin) cp_async_wait<Stages - 1>();
+      if (key > begin) cp_async_wait<Stages - 2>();
       __syncthreads();  // k and v are here, and all are done with the stage before
       if (key > begin) {
         const int next = key + (Stages - 1) * KEYS, free = turn == 0 ? Stages - 1 : turn - 1;
@@ -382,8 +391,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tree_attention(
   }
   if constexpr (Rows == 16) {
     if (out == nullptr) return;
-    const int blocks = min(splits, int(gridDim.z));
-    if (!arrives_last(arrived + blockIdx.x * Hkv + blockIdx.y, blocks)) return;
+    if (!arrives_last(arrived + blockIdx.x * Hkv + blockIdx.y, min(splits, int(gridDim.z)))) return;
     join_tile(query, tile, splits, Ratio, Hq, Ldg, part_o, part_ml, gate, out);
   }
 }
