@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from boleinfer.config import ConfigError, ModelConfig
 from boleinfer.cuda_executor import SMALLEST, DraftPlan
 from boleinfer.ops.attention import SCRATCH, splits_of
-from boleinfer.ops.linear import LARGE, SOME_ROWS
+from boleinfer.ops.linear import most_sums
 from boleinfer.ops.moe import PIECE
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def pass_bytes(needs: Needs, R: int, sampled: int, B: int, context: int) -> int:
     one_split = FLOAT * splits * Hq * (Dh + 2)
     side = min(min(R, _SIDE_ROWS) * one_split, max(SCRATCH * (Dh + 2) // Dh, one_split))
     widest = max(2 * (keys + values), 2 * (Hq + Hkv) * Dh, 2 * c.intermediate_size, c.vocab_size, D)
-    sums = min(R, SOME_ROWS) * 4 * min(widest, LARGE) if act == 2 else 0  # of linear's ranges
+    sums = most_sums(R, widest) if act == 2 else 0
     logits = 0
     if needs.drafting is not None:
         logits = 2 * FLOAT * B * max(1, needs.drafting.width) * c.vocab_size

@@ -4,22 +4,19 @@
 // the order of k inside it is free as long as both sides agree: lane l = 4 g + t takes 16 neighbouring bytes of w, and
 // what lies under the same k in x, as its parts of consecutive products.
 //
-// k is cut into `splits` ranges of split_width, a range into steps of STEP, a step into WARPS_OF_K chunks, one a warp.
-// A warp adds up its chunks of a range in order of k, then the warps' sums are added in order, then the ranges'. All of
-// this depends on Din and `splits` alone: a row has the same bits whatever rows are beside it, in either kernel.
+// k is cut into chunks, RANGES ranges of chunks, and Splits groups of ranges, all of neighbours. The chunks of a range are
+// added up in order of k, then the ranges of a group, then the groups, each from zero on. All of this depends on Din and
+// Splits alone: a row has the same bits whatever rows are beside it, in either kernel.
 #pragma once
 
 #include "mma.cuh"
 
-constexpr int CHUNK = 64;           // k of one warp in one step: one scale of an FP8 block
-constexpr int WARPS_OF_K = 4;       // warps that share a step
-constexpr int STEP = CHUNK * WARPS_OF_K;
-constexpr int SCALED = 128;         // features, and k, of one FP8 scale
+constexpr int CHUNK = 64;    // k of one step: one scale of an FP8 block
+constexpr int RANGES = 16;
+constexpr int SCALED = 128;  // features, and k, of one FP8 scale
 
-// Numbers of k in one of `splits` ranges.
-__device__ __forceinline__ int split_width(int Din, int splits) {
-  return (Din + splits * STEP - 1) / (splits * STEP) * STEP;
-}
+// The first chunk of range r, when k has so many chunks.
+__device__ __forceinline__ int range_start(int r, int chunks) { return r * chunks / RANGES; }
 
 __device__ __forceinline__ unsigned word(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;

@@ -1,19 +1,17 @@
 // x w^T for few rows or few features, bf16 x, bf16 or FP8 w. Definition: linear in boleinfer/ops/linear.py. Sums in
 // float32, in the order that linear.cuh describes.
 //
-// grid: (blocks, ceil(R / 8)), one block a multiprocessor. block: 512 threads, 4 / Splits teams of warps; a team owns a
-// tile of `Features` features, 8 rows and all k, then the tile gridDim.x * TEAMS further on; a warp owns a chunk of every
-// step of its range. w comes through a ring of Depth chunks in which a lane finds the words that it asked for itself, so
-// that warps wait for one another only where a tile's sums meet. The ring is full before x is there, and fills on across
-// the ends of tiles.
+// grid: (blocks, ceil(R / 8)), one block a multiprocessor. It owns a tile of `Features` features, 8 rows and all k; then
+// the tile gridDim.x further on. block: 512 threads; a warp owns a range of k. w comes through a ring of Depth chunks in
+// which a lane finds the words that it asked for itself, so that warps wait for one another only where a tile's sums meet.
+// The ring is full before x is there, and fills on across the ends of tiles.
 // shared: Depth * 8 KB * (words a lane takes of a chunk), then x when Staged; 16 KB, the warps' sums of two tiles. Read
 // twice: x, by every block (L2), and where it is not Staged by every tile.
 //
-// sizes: Wt=bf16 Out=bf16 Features=8,16 Depth=6 Splits=4 Staged=true | Wt=fp8 Out=float Features=16 Depth=12 Splits=1,4 Staged=false
+// sizes: Wt=bf16 Out=bf16 Features=8,16 Depth=6 Splits=4 Staged=true | Wt=fp8 Out=float Features=16 Depth=12 Splits=1 Staged=false
 #include "linear.cuh"
 
-constexpr int WARPS = 16, THREADS = WARPS * WARP;
-constexpr int TEAM = WARPS_OF_K * Splits, TEAMS = WARPS / TEAM;
+constexpr int THREADS = RANGES * WARP;
 constexpr int WORDS = sizeof(Wt);        // 16-byte words of a row's chunk that a lane takes
 constexpr int LANE_K = 16 / sizeof(Wt);  // k of one of them
 constexpr int TALL = Features / 8;       // rows of w of a lane
@@ -52,45 +50,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_few(
   extern __shared__ uint4 ring[];  // [Depth][warp][word][lane], then x [row][staged_words]
   __shared__ float4 part[2][THREADS];
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, own_k = lane % 4 * LANE_K;
-  const int range = warp % TEAM / WARPS_OF_K * split_width(Din, Splits), begin = range + warp % WARPS_OF_K * CHUNK;
-  const int end = min(range + split_width(Din, Splits), Din), chunks = max(0, end - begin + STEP - 1) / STEP;
-  const int tiles = (Dout + Features - 1) / Features, step = gridDim.x * TEAMS;
-  const int first = blockIdx.x * TEAMS + warp / TEAM;
+  const int all = (Din + CHUNK - 1) / CHUNK, chunks = range_start(warp + 1, all) - range_start(warp, all);
+  const int begin = range_start(warp, all) * CHUNK, tiles = (Dout + Features - 1) / Features;
 
   // start the copy of the next chunk, of the same tile or the next one, into place d of the ring
   uint4* const places = ring + warp * SLOT + lane;
-  const Wt* from = w + ((long long)first * Features + g) * Din + begin + own_k;
-  int next = chunks ? first : tiles, next_k = begin;
+  const Wt* from = w + ((long long)blockIdx.x * Features + g) * Din + begin + own_k;
+  int next = chunks ? (int)blockIdx.x : tiles, next_chunk = 0;
   const auto fetch = [&](int d) {
     if (next < tiles) {
 #pragma unroll
       for (int i = 0; i < TALL * WORDS; i++) {
         const int row = i / WORDS * 8, at = i % WORDS * 32;
-        const bool valid = next * Features + g + row < Dout && next_k + own_k + at < end;
-        cp_async16(places + d * WARPS * SLOT + i * WARP, from + (long long)row * Din + at, valid);
+        const bool valid = next * Features + g + row < Dout && begin + next_chunk * CHUNK + own_k + at < Din;
+        cp_async16(places + d * RANGES * SLOT + i * WARP, from + (long long)row * Din + at, valid);
       }
-      from += STEP, next_k += STEP;
-      if (next_k >= end) {
-        next += step, next_k = begin;
-        from += (long long)step * Features * Din - (long long)chunks * STEP;
+      from += CHUNK;
+      if (++next_chunk == chunks) {
+        next += gridDim.x, next_chunk = 0;
+        from += (long long)gridDim.x * Features * Din - chunks * CHUNK;
       }
     }
     cp_async_commit();
   };
-  // lane i of the warp has the scale of its chunk i after k
-  const auto scales_at = [&](int tile, int k) {
-    k += lane * STEP;
-    const bool exists = WORDS == 1 && tile < tiles && k < end;
+  // lane l of the warp has the scale of its chunk i + l
+  const auto scales_at = [&](int tile, int i) {
+    const int k = begin + (i + lane) * CHUNK;
+    const bool exists = WORDS == 1 && tile < tiles && i + lane < chunks;
     return exists ? scale[(long long)tile * Features / SCALED * ((Din + SCALED - 1) / SCALED) + k / SCALED] : 0.0f;
   };
 #pragma unroll
   for (int d = 0; d < Depth; d++) fetch(d);
-  float scales_next = scales_at(first, begin);
+  float scales_next = scales_at(blockIdx.x, 0);
   after_previous();
 
   const int rows = min(8, R - 8 * (int)blockIdx.y), row = min(g, rows - 1);
   x += 8ll * blockIdx.y * Ldx;
-  uint4* const staged = ring + Depth * WARPS * SLOT;
+  uint4* const staged = ring + Depth * RANGES * SLOT;
   if constexpr (Staged) {
     const int words = staged_words(Din);
 #pragma unroll 4
@@ -104,18 +100,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_few(
 
   uint4 x_next[2];
   own.load(x_next, begin);
-  for (int round = 0, d = 0; blockIdx.x * TEAMS + round * step < tiles; round++) {
+  for (int tile = blockIdx.x, d = 0, odd = 0; tile < tiles; tile += gridDim.x, odd ^= 1) {
     // sum = the chunks of this warp in order of k
-    const int tile = first + round * step;
     float sum[4] = {}, scales = scales_next;
-    scales_next = scales_at(tile + step, begin);
-    for (int i = 0; i < (tile < tiles ? chunks : 0); i++) {
-      const int k = begin + i * STEP;
+    scales_next = scales_at(tile + gridDim.x, 0);
+    for (int i = 0; i < chunks; i++) {
       const uint4 x_now[2] = {x_next[0], x_next[1]};
-      own.load(x_next, i + 1 < chunks ? k + STEP : begin);
-      if (WORDS == 1 && i && i % WARP == 0) scales = scales_at(tile, k);
+      own.load(x_next, begin + (i + 1 < chunks ? i + 1 : 0) * CHUNK);
+      if (WORDS == 1 && i && i % WARP == 0) scales = scales_at(tile, i);
       cp_async_wait<Depth - 1>();
-      const uint4* place = places + d * WARPS * SLOT;
+      const uint4* place = places + d * RANGES * SLOT;
       uint4 low[WORDS], high[WORDS];
 #pragma unroll
       for (int p = 0; p < WORDS; p++) {
@@ -136,20 +130,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_few(
       d = d + 1 < Depth ? d + 1 : 0;
     }
 
-    part[round % 2][threadIdx.x] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    part[odd][threadIdx.x] = make_float4(sum[0], sum[1], sum[2], sum[3]);
     __syncthreads();
-    // out = sum over ranges of (sum over warps); thread 4 l + i of a team has number i of lane l
-    const int team = threadIdx.x / (4 * WARP), l = threadIdx.x / 4 % WARP, i = threadIdx.x % 4;
-    const int r = 2 * (l % 4) + i % 2, f = (blockIdx.x * TEAMS + team + round * step) * Features + l / 4 + i / 2 * 8;
-    if (team < TEAMS && r < rows && (TALL == 2 || i < 2) && f < Dout) {
-      const float* sums = &part[round % 2][team * TEAM * WARP + l].x + i;
+    // out = the groups of ranges, added up; thread 4 l + i has number i of lane l
+    const int l = threadIdx.x / 4 % WARP, i = threadIdx.x % 4, r = 2 * (l % 4) + i % 2;
+    const int f = tile * Features + l / 4 + i / 2 * 8;
+    if (threadIdx.x < 4 * WARP && r < rows && (TALL == 2 || i < 2) && f < Dout) {
+      const float* sums = &part[odd][l].x + i;
       float total = 0.0f;
 #pragma unroll
       for (int s = 0; s < Splits; s++) {
-        float one = sums[s * WARPS_OF_K * WARP * 4];
+        float group = 0.0f;
 #pragma unroll
-        for (int c = 1; c < WARPS_OF_K; c++) one += sums[(s * WARPS_OF_K + c) * WARP * 4];
-        total = s ? total + one : one;
+        for (int m = 0; m < RANGES / Splits; m++) group += sums[(s * (RANGES / Splits) + m) * WARP * 4];
+        total += group;
       }
       out[(8ll * blockIdx.y + r) * Dout + f] = from_float<Out>(total);
     }

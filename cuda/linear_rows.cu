@@ -1,207 +1,194 @@
 // x w^T for 2 .. 128 rows, bf16 x, bf16 or FP8 w. Definition: linear in boleinfer/ops/linear.py. Sums in float32, in the
 // order that linear.cuh describes, so that a row has the bits that linear_few gives it.
 //
-// grid: (ceil(Dout / 128) * ceil(R / (8 Tiles)), splits): a block owns 128 features, 8 Tiles rows and one range of k;
-// blocks of the same features are neighbours. block: 256 threads; warp 4 m + c owns features 64 m .. 64 m + 63 and the
-// chunks c. w and x come through a ring of Stages stages of 32 k (FP8: 64) a chunk. Where there are several ranges, the block
-// of its features and rows that ends last adds up their sums; tickets counts them and is zero before and after.
-// shared: Stages * STAGE_WORDS * 16, of which 4 KB * Tiles serve the warps' sums at the end. Read twice: x, by every block (L2); w by the
-// blocks of further rows (L2).
+// grid: one block a multiprocessor. It owns a unit: all rows, a tile of 16 Slabs features a warp, and one group of ranges;
+// then the unit gridDim.x further on. block: up to 8 warps. Each of Depth places of a ring holds a chunk of w, every lane's
+// words where it finds them itself, and of x, which all warps read. Where there are several groups, the block that ends
+// last of a tile adds up their sums; tickets counts them and is zero before and after.
+// shared: Depth * (512 * words of a lane * warps + 128 * 8 Tiles). Read twice: x, for every tile (L2).
 //
-// sizes: Wt=bf16 Out=bf16 Tiles=1,2,4,8 Stages=2 | Wt=fp8 Out=bf16 Tiles=1,2,4 Stages=2 | Wt=bf16 Out=float Tiles=8 Stages=4
+// sizes: Wt=bf16 Out=bf16 Tiles=2,4,8 Slabs=2 Depth=5 | Wt=bf16 Out=bf16 Tiles=16 Slabs=1 Depth=5 | Wt=fp8 Out=float Tiles=8 Slabs=2 Depth=8 | Wt=fp8 Out=bf16 Tiles=16 Slabs=1 Depth=8
 #include "linear.cuh"
 
-constexpr int THREADS = 256, FEATURES = 128, ROWS = 8 * Tiles;
-constexpr int PIECES = sizeof(Wt);                      // stages of a step
-constexpr int BLOCKS = PIECES == 2 && Tiles <= 4 ? 2 : 1;  // on a multiprocessor (blocks_per_sm in linear.py)
-constexpr int SLABS = 4;                                // of 16 features in a warp
-constexpr int TOGETHER = 2 * PIECES;                   // slabs whose fragments are in registers at once
-constexpr int UNITS = 8 / PIECES;                       // 16-byte words of x of a row, chunk and stage; of w there are 4
-constexpr int W_WORDS = WARPS_OF_K * FEATURES * 4, X_WORDS = WARPS_OF_K * ROWS * UNITS;
-constexpr int STAGE_WORDS = W_WORDS + X_WORDS;
+constexpr int ROWS = 8 * Tiles;
+constexpr int WORDS = sizeof(Wt);        // 16-byte words of a row's chunk that a lane takes
+constexpr int LANE_K = 16 / sizeof(Wt);  // k of one of them
+constexpr int TALL = 16 * Slabs;         // features of a warp
+constexpr int OWN = 2 * Slabs * WORDS;   // words of a lane in a chunk
+constexpr int X_WORDS = CHUNK / 8;       // of a row of x in a chunk
 
-// Where a stage keeps word u of a row of x: eight lanes read two rows at once, FP8's every other word.
-__device__ __forceinline__ int x_word(int c, int row, int u) {
-  return W_WORDS + (c * ROWS + row) * UNITS + (PIECES == 2 ? u : u ^ (row & 1));
-}
+// Where a row of x in the ring keeps its word u: lanes read two rows at once, of FP8's every other word.
+__device__ __forceinline__ int x_word(int row, int u) { return row * X_WORDS + (u ^ (row & 1) * (WORDS == 2 ? 4 : 1)); }
 
-// What one thread copies into every stage.
-struct Copies {
-  static constexpr int W_ROWS = THREADS / 4, X_ROWS = THREADS / UNITS < ROWS ? THREADS / UNITS : ROWS;  // at once
-  static constexpr int X_CHUNKS = THREADS / (X_ROWS * UNITS);
-  const Wt* w;  // its first word
-  const bf16* x;
-  int Din, Ldx;
-  int w_rows, x_rows;  // that exist from there on
-  int w_end, x_end;    // of k
-  int w_to, x_to;
-
-  // x, w: of the block's first row and feature; of which `rows` and `features` exist; end: of the range of k
-  __device__ __forceinline__ Copies(const bf16* x, const Wt* w, int rows, int features, int Ldx, int Din, int end)
-      : Din(Din), Ldx(Ldx) {
-    const int f = threadIdx.x / 4, w_k = threadIdx.x % 4 * (16 / (int)sizeof(Wt));
-    const int u = threadIdx.x % UNITS, row = threadIdx.x / UNITS % X_ROWS, c = threadIdx.x / (UNITS * X_ROWS);
-    const int x_k = c * CHUNK + 8 * u;
-    this->w = w + (long long)f * Din + w_k;
-    this->x = x + (long long)row * Ldx + x_k;
-    w_rows = features - f, x_rows = rows - row;
-    w_end = end - w_k, x_end = end - x_k;
-    w_to = threadIdx.x, x_to = x_word(c, row, u);
-  }
-
-  // Start the copies of the stage whose first chunk begins at k.
-  __device__ __forceinline__ void start_w(uint4* stage, int k) const {
-#pragma unroll
-    for (int f = 0; f < FEATURES; f += W_ROWS) {
-#pragma unroll
-      for (int c = 0; c < WARPS_OF_K; c++) {
-        const bool valid = f < w_rows && k + c * CHUNK < w_end;
-        cp_async16(stage + w_to + (c * FEATURES + f) * 4, w + (long long)f * Din + k + c * CHUNK, valid);
-      }
-    }
-  }
-  __device__ __forceinline__ void start_x(uint4* stage, int k) const {
-#pragma unroll
-    for (int row = 0; row < ROWS; row += X_ROWS) {
-#pragma unroll
-      for (int c = 0; c < WARPS_OF_K; c += X_CHUNKS) {
-        if (X_WORDS < THREADS && threadIdx.x >= X_WORDS) continue;
-        const bool valid = row < x_rows && k + c * CHUNK < x_end;
-        cp_async16(stage + x_to + (c * ROWS + row) * UNITS, x + (long long)row * Ldx + k + c * CHUNK, valid);
-      }
-    }
-  }
-};
-
-// sum += w x^T of this warp's features and its chunk; scale: of the FP8 block.
-__device__ __forceinline__ void multiply(float (&sum)[SLABS][Tiles][4], const uint4* stage, int c, int m, float scale) {
+// sum += w x^T of a chunk; own: the lane's words of w; scale: of the FP8 block.
+__device__ __forceinline__ void multiply(float (&sum)[Slabs][Tiles][4], const uint4* own, const uint4* x, float scale) {
   const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
-  const uint4* w = stage + (c * FEATURES + 16 * SLABS * m + g) * 4 + t;
+  Fragments<Wt> w[Slabs][WORDS];
 #pragma unroll
-  for (int first = 0; first < SLABS; first += TOGETHER) {
-    Fragments<Wt> slabs[TOGETHER];
+  for (int i = 0; i < Slabs * WORDS; i++) {
+    const int s = i / WORDS, p = i % WORDS;
+    w[s][p] = {own[(2 * s * WORDS + p) * WARP], own[((2 * s + 1) * WORDS + p) * WARP]};
+  }
+  const uint4 *first = x + x_word(g, WORDS == 2 ? t : 2 * t), *second = x + x_word(g, WORDS == 2 ? 4 + t : 2 * t + 1);
 #pragma unroll
-    for (int i = 0; i < TOGETHER; i++) slabs[i] = {w[16 * 4 * (first + i)], w[(16 * (first + i) + 8) * 4]};
+  for (int n = 0; n < Tiles; n++) {
+    const uint4 row[2] = {first[8 * n * X_WORDS], second[8 * n * X_WORDS]};
 #pragma unroll
-    for (int n = 0; n < Tiles; n++) {
-      uint4 x[2 / PIECES];
+    for (int s = 0; s < Slabs; s++) {
+      if constexpr (WORDS == 2) {
+        w[s][0].multiply(sum[s][n], row);
+        w[s][1].multiply(sum[s][n], row + 1);
+      } else {
+        float block[4] = {};
+        w[s][0].multiply(block, row);
 #pragma unroll
-      for (int p = 0; p < 2 / PIECES; p++) x[p] = stage[x_word(c, 8 * n + g, PIECES == 2 ? t : 2 * t + p)];
-#pragma unroll
-      for (int i = 0; i < TOGETHER; i++) {
-        float(&d)[4] = sum[first + i][n];
-        if constexpr (PIECES == 2) {
-          slabs[i].multiply(d, x);
-        } else {
-          float block[4] = {};
-          slabs[i].multiply(block, x);
-#pragma unroll
-          for (int j = 0; j < 4; j++) d[j] = fmaf(scale, block[j], d[j]);
-        }
+        for (int i = 0; i < 4; i++) sum[s][n][i] = fmaf(scale, block[i], sum[s][n][i]);
       }
     }
   }
 }
 
-// total = the sums of the warps of each chunk, added in order; where total keeps row r of feature f:
-__device__ __forceinline__ int total_at(int r, int f) {
-  const int m = f / (16 * SLABS), i = f / 8 % (2 * SLABS) * 2 + r % 2;
-  return ((r / 8 * 4 * SLABS + i) * (FEATURES / (16 * SLABS)) + m) * WARP + f % 8 * 4 + r % 8 / 2;
-}
-__device__ __forceinline__ void add_warps(float* total, const float (&sum)[SLABS][Tiles][4], int c, int m) {
-  constexpr int STRIDE = FEATURES / (16 * SLABS) * WARP;
-  float* own = total + m * WARP + threadIdx.x % WARP;
-#pragma unroll 1
-  for (int turn = 0; turn < WARPS_OF_K; turn++) {
-    if (turn == c) {
-#pragma unroll
-      for (int n = 0; n < Tiles; n++) {
-#pragma unroll
-        for (int i = 0; i < 4 * SLABS; i++) {
-          float& at = own[(n * 4 * SLABS + i) * STRIDE];
-          at = turn ? at + sum[i / 4][n][i % 4] : sum[i / 4][n][i % 4];
-        }
-      }
-    }
-    __syncthreads();
-  }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_rows(
+extern "C" __global__ void __launch_bounds__(256, 1) linear_rows(
     const bf16* __restrict__ x,       // [R, Din] strides [Ldx, 1] aligned 16
     const Wt* __restrict__ w,         // [Dout, Din] aligned 16
     const float* __restrict__ scale,  // [(Dout + 127) / 128, (Din + 127) / 128] or null; of FP8 w
-    float* __restrict__ ranges,       // [Splits, R, Dout] or null; the sums of the ranges, when there are several
-    int* __restrict__ tickets,        // [Tickets] or null; one for each block of axis x
+    float* __restrict__ sums,         // [Sums] aligned 16 or null; of [group, tile] lane by lane, for several groups
+    int* __restrict__ tickets,        // [Tickets] or null; one for each tile
     Out* __restrict__ out,            // [R, Dout]
     int R,
     int Ldx,
     int Din,
     int Dout,
     int Splits,
+    int Sums,
     int Tickets)
 {
   extern __shared__ uint4 ring[];
-  const int groups = (R + ROWS - 1) / ROWS, row = blockIdx.x % groups * ROWS, tile = blockIdx.x / groups;
-  const int warp = threadIdx.x / WARP, c = warp % WARPS_OF_K, m = warp / WARPS_OF_K;
-  const int width = split_width(Din, Splits), begin = blockIdx.y * width, end = min(begin + width, Din);
-  const int features = min(FEATURES, Dout - tile * FEATURES), rows = min(ROWS, R - row);
-  const Copies copies(x + (long long)row * Ldx, w + (long long)tile * FEATURES * Din, rows, features, Ldx, Din, end);
-  const float* scales = scale + (long long)tile * ((Din + SCALED - 1) / SCALED);
+  __shared__ bool last;
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+  const int features = blockDim.x / WARP * TALL, tiles = (Dout + features - 1) / features, units = tiles * Splits;
+  const int chunks = (Din + CHUNK - 1) / CHUNK, scales = (Din + SCALED - 1) / SCALED, members = RANGES / Splits;
+  const int place = OWN * blockDim.x + ROWS * X_WORDS, x_at = OWN * blockDim.x;
+  const auto begin_of = [&](int unit) { return range_start(unit % Splits * members, chunks); };
+  const auto end_of = [&](int unit) { return range_start(unit % Splits * members + members, chunks); };
 
-  // stage s: piece s % PIECES of step s / PIECES
-  const int stages = begin < end ? (end - begin + STEP - 1) / STEP * PIECES : 0;
-  const auto start = [&](int s) { return begin + s / PIECES * STEP + s % PIECES * 32; };
+  // start the copies of a chunk of a unit into place d of the ring
+  const auto fetch_w = [&](int d, int unit, int chunk) {
+    const int feature = unit / Splits * features + warp * TALL + g, k = chunk * CHUNK + t * LANE_K;
+    const Wt* from = w + (long long)feature * Din + k;
+    uint4* to = ring + d * place + warp * OWN * WARP + lane;
 #pragma unroll
-  for (int s = 0; s < Stages - 1; s++) {
-    if (s < stages) copies.start_w(ring + s * STAGE_WORDS, start(s));
+    for (int i = 0; i < OWN; i++) {
+      const int row = i / WORDS * 8, at = i % WORDS * 32;
+      cp_async16(to + i * WARP, from + (long long)row * Din + at, feature + row < Dout && k + at < Din);
+    }
+  };
+  const auto fetch_x = [&](int d, int chunk) {
+    const int u = threadIdx.x % X_WORDS, k = chunk * CHUNK + 8 * u;
+#pragma unroll 1
+    for (int row = threadIdx.x / X_WORDS; row < ROWS; row += blockDim.x / X_WORDS) {
+      cp_async16(ring + d * place + x_at + x_word(row, u), x + (long long)row * Ldx + k, row < R && k < Din);
+    }
+  };
+  // the next chunk to copy, and where to; while there is one, next < next_end
+  int next_unit = blockIdx.x - gridDim.x, next = 0, next_end = 0, next_place = 0;
+  const auto skip_empty = [&] {
+    while (next == next_end && next_unit < units) {
+      next_unit += gridDim.x;
+      if (next_unit < units) next = begin_of(next_unit), next_end = end_of(next_unit);
+    }
+  };
+  const auto advance = [&] {
+    next_place = next_place + 1 < Depth ? next_place + 1 : 0;
+    next++;
+    skip_empty();
+  };
+
+  // half of the ring is filled with w before x is there
+  constexpr int EARLY = Depth / 2;
+  int early[EARLY];
+  skip_empty();
+#pragma unroll
+  for (int d = 0; d < EARLY; d++) {
+    early[d] = next < next_end ? next : -1;
+    if (next < next_end) fetch_w(d, next_unit, next), advance();
   }
   after_previous();
 #pragma unroll
-  for (int s = 0; s < Stages - 1; s++) {
-    if (s < stages) copies.start_x(ring + s * STAGE_WORDS, start(s));
+  for (int d = 0; d < EARLY; d++) {
+    if (early[d] >= 0) fetch_x(d, early[d]);
     cp_async_commit();
   }
-  float sum[SLABS][Tiles][4] = {};
+  const auto fetch = [&] {
+    if (next < next_end) fetch_w(next_place, next_unit, next), fetch_x(next_place, next), advance();
+    cp_async_commit();
+  };
 #pragma unroll 1
-  for (int s = 0; s < stages; s++) {
-    const int chunk = start(s) + c * CHUNK;
-    const float factor = PIECES == 1 && chunk < end ? scales[chunk / SCALED] : 0.0f;
-    cp_async_wait<Stages - 2>();
-    __syncthreads();
-    if (const int next = s + Stages - 1; next < stages) {
-      copies.start_w(ring + next % Stages * STAGE_WORDS, start(next));
-      copies.start_x(ring + next % Stages * STAGE_WORDS, start(next));
-    }
-    cp_async_commit();
-    if (chunk < end) multiply(sum, ring + s % Stages * STAGE_WORDS, c, m, factor);
-  }
-  cp_async_wait<0>();
-  __syncthreads();
+  for (int d = EARLY; d < Depth - 1; d++) fetch();
 
-  float* total = reinterpret_cast<float*>(ring);
-  add_warps(total, sum, c, m);
-  __shared__ bool last;
-  if (Splits > 1) {
-    for (int i = threadIdx.x; i < rows * FEATURES; i += THREADS) {
-      const int r = i / FEATURES, f = i % FEATURES;
-      const long long at = ((long long)blockIdx.y * R + row + r) * Dout + tile * FEATURES + f;
-      if (f < features) ranges[at] = total[total_at(r, f)];
+  for (int unit = blockIdx.x, d = 0; unit < units; unit += gridDim.x) {
+    const int tile = unit / Splits, group = unit % Splits, feature = tile * features + warp * TALL;
+    const float* factors = scale + (long long)(feature / SCALED) * scales;
+    // total = the ranges of the group, each the sum of its chunks in order
+    float total[Slabs][Tiles][4] = {};
+#pragma unroll 1
+    for (int range = group * members; range < (group + 1) * members; range++) {
+      float sum[Slabs][Tiles][4] = {};
+#pragma unroll 1
+      for (int chunk = range_start(range, chunks); chunk < range_start(range + 1, chunks); chunk++) {
+        const float factor = WORDS == 1 && feature < Dout ? factors[chunk * CHUNK / SCALED] : 0.0f;
+        cp_async_wait<Depth - 2>();
+        __syncthreads();
+        fetch();
+        multiply(sum, ring + d * place + warp * OWN * WARP + lane, ring + d * place + x_at, factor);
+        d = d + 1 < Depth ? d + 1 : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < 4 * Slabs * Tiles; i++) {
+        total[i / 4 / Tiles][i / 4 % Tiles][i % 4] += sum[i / 4 / Tiles][i / 4 % Tiles][i % 4];
+      }
     }
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(tickets + blockIdx.x, 1) == Splits - 1;
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
-    if (threadIdx.x == 0) tickets[blockIdx.x] = 0;
-  }
-  for (int i = threadIdx.x; i < rows * FEATURES; i += THREADS) {
-    const int r = i / FEATURES, f = i % FEATURES;
-    if (f >= features) continue;
-    const long long at = (long long)(row + r) * Dout + tile * FEATURES + f;
-    float y = Splits > 1 ? __ldcg(ranges + at) : total[total_at(r, f)];
-    for (int s = 1; s < Splits; s++) y += __ldcg(ranges + (long long)s * R * Dout + at);
-    out[at] = from_float<Out>(y);
+
+    // the last block of a tile: total = the groups, added up
+    if (Splits > 1) {
+      float4* const own = reinterpret_cast<float4*>(sums) + (long long)tile * Slabs * Tiles * blockDim.x + threadIdx.x;
+      const int to_group = tiles * Slabs * Tiles * blockDim.x;
+      float4* to = own + (long long)group * to_group;
+#pragma unroll
+      for (int i = 0; i < Slabs * Tiles; i++, to += blockDim.x) {
+        const float* v = total[i / Tiles][i % Tiles];
+        __stcg(to, make_float4(v[0], v[1], v[2], v[3]));
+      }
+      __threadfence();
+      __syncthreads();
+      if (threadIdx.x == 0) last = atomicAdd(tickets + tile, 1) == Splits - 1;
+      __syncthreads();
+      if (!last) continue;
+      __threadfence();
+      if (threadIdx.x == 0) tickets[tile] = 0;
+#pragma unroll
+      for (int i = 0; i < 4 * Slabs * Tiles; i++) total[i / 4 / Tiles][i / 4 % Tiles][i % 4] = 0.0f;
+      for (int s = 0; s < Splits; s++) {
+        const float4* from = own + (long long)s * to_group;
+#pragma unroll
+        for (int i = 0; i < Slabs * Tiles; i++, from += blockDim.x) {
+          const float4 part = __ldcg(from);
+          float* v = total[i / Tiles][i % Tiles];
+          v[0] += part.x, v[1] += part.y, v[2] += part.z, v[3] += part.w;
+        }
+      }
+    }
+    Out* to = out + (long long)(2 * t) * Dout + feature + g;
+#pragma unroll
+    for (int n = 0; n < Tiles; n++, to += 6ll * Dout) {
+#pragma unroll
+      for (int odd = 0; odd < 2; odd++, to += Dout) {
+#pragma unroll
+        for (int i = 0; i < 2 * Slabs; i++) {
+          const bool exists = 8 * n + 2 * t + odd < R && feature + g + 8 * i < Dout;
+          if (exists) to[8 * i] = from_float<Out>(total[i / 2][n][i % 2 * 2 + odd]);
+        }
+      }
+    }
   }
 }

@@ -1,6 +1,6 @@
 // The experts' products with bf16 rows and bf16 or FP8 weights: each expert's rows gathered, gate and up products with silu
 // between them, down product. Definition: moe in boleinfer/ops/moe.py. Sums in float32, in an order that depends on the
-// width alone (linear.cuh, one range). Slots, places and their order are made by moe_group.cu.
+// width alone: the chunks of a warp in turn, then the warps. Slots, places and their order are made by moe_group.cu.
 //
 // grid: ceil(F / 16) or ceil(D / 32) x slots x splits; a block owns two tiles of 16 outputs of the slot's expert (16 of gate
 // and the same of up; 32 of down), for the split's share of its rows, up to 8 Tiles at a time. Slots without rows end at
@@ -11,6 +11,7 @@
 // sizes: Wt=bf16 Tiles=1,8 | Wt=fp8 Tiles=1,4
 #include "linear.cuh"
 
+constexpr int WARPS_OF_K = 4, STEP = WARPS_OF_K * CHUNK;          // of the block, and k that they take at once
 constexpr int BLOCKS = Tiles == 1 ? 4 : sizeof(Wt) == 2 ? 3 : 2;  // on a multiprocessor, at least
 constexpr int STRIDE = 36;  // of a row's 32 sums: the lanes of a warp write to different banks
 

@@ -81,7 +81,7 @@ FEW_FEATURES = 256  # up to which linear_few is used for some rows, too: its blo
 RING = 192 * 1024  # bytes of linear_few's ring, at most: of weights under way in a multiprocessor
 STAGED = 96 * 1024  # bytes of x that linear_few keeps in shared memory, at most
 LARGE = 32768  # features from which k is not cut; a constant, since a row's bits depend on it
-MOST_TICKETS = 4096  # more than those blocks, for each group of 32 rows
+MOST_TICKETS = 512  # tiles of linear_rows below LARGE features, at most
 
 
 def _linear_gpu(x: Array, w: Array | Fp8, dtype: Any) -> Array:
@@ -110,58 +110,69 @@ def _linear_gpu(x: Array, w: Array | Fp8, dtype: Any) -> Array:
     return out
 
 
-def _splits(Dout: int, Din: int) -> int:
-    """Ranges that k is cut into (cuda/linear.cuh): of the sizes alone, so that a row's bits are, too."""
-    return 1 if Dout >= LARGE or Din <= 256 else 2 if Din <= 512 else 4
+def _groups(Dout: int) -> int:
+    """Groups that the ranges of k form (cuda/linear.cuh): of the sizes alone, so that a row's bits are, too."""
+    return 1 if Dout >= LARGE else 4
 
 
 def _few_rows(args: dict[str, Any], types: dict[str, str]) -> None:
     """linear_few: a tile of 16 or 8 features at a time, by how evenly multiprocessors share them."""
     R, Din, Dout, itemsize = args["R"], args["Din"], args["Dout"], args["w"].itemsize
-    splits = _splits(Dout, Din)
-    teams, processors = 4 // splits, device.multiprocessors()
-    rounds = {features: -(-Dout // (features * teams * processors)) for features in (16, 8)}
+    processors = device.multiprocessors()
+    rounds = {features: -(-Dout // (features * processors)) for features in (16, 8)}
     features = 8 if 8 * rounds[8] < 0.95 * 16 * rounds[16] else 16
-    blocks = min(processors, -(-Dout // (features * teams)))
-    x_words = -(-Din // 64) * 8 + (4 if itemsize == 2 else 1)  # staged_words
+    chunk = 16 * 512 * itemsize * features // 8  # bytes of w
+    x_bytes = 16 * min(R, 8) * (-(-Din // 64) * 8 + (4 if itemsize == 2 else 1))  # as staged_words
     room = device.shared_bytes() - 16384  # the sums
-    chunk = 16 * 512 * itemsize * features // 8  # of all warps
-    x_bytes = 16 * x_words * min(R, 8)
     staged = x_bytes <= min(STAGED, room - 2 * chunk)
     room -= x_bytes if staged else 0
-    needed = rounds[features] * -(-Din // (256 * splits))
-    depth = next((n for n in (12, 8, 6, 4, 3, 2) if n * chunk <= min(room, RING) and n < 2 * needed), 2)
+    needed = rounds[features] * -(-Din // 1024)  # chunks of a warp
+    depth = next((n for n in (12, 8, 6, 4, 3) if n * chunk <= min(room, RING) and n < 2 * needed), 2)
     kernels.launch(
         "linear_few.cu",
         "linear_few",
-        (blocks, -(-R // 8)),
+        (min(processors, -(-Dout // features)), -(-R // 8)),
         512,
         args,
         shared=depth * chunk + (x_bytes if staged else 0),
-        constants={**types, "Features": features, "Depth": depth, "Splits": splits, "Staged": staged},
+        constants={**types, "Features": features, "Depth": depth, "Splits": _groups(Dout), "Staged": staged},
     )
 
 
 def _some_rows(args: dict[str, Any], types: dict[str, str]) -> None:
-    """linear_rows, with as many rows a block and stages as registers and shared memory hold."""
-    R, Dout, splits = args["R"], args["Dout"], _splits(args["Dout"], args["Din"])
-    tiles = min(8 if types["Wt"] == "bf16" else 4, next(n for n in (1, 2, 4, 8, 16) if 8 * n >= R))
-    stage = 32768 + 8 * tiles * 256 * (1 if types["Wt"] == "bf16" else 2)
-    blocks_per_sm = 2 if types["Wt"] == "bf16" and tiles <= 4 else 1
-    stages = max(2, min(4, (device.shared_bytes() // blocks_per_sm - 1024) // stage))  # a block costs 1 KB more
-    blocks = -(-Dout // 128) * -(-R // (8 * tiles))
-    more: dict[str, Any] = {"ranges": None, "tickets": None, "Splits": splits, "Tickets": MOST_TICKETS}
+    """linear_rows: as many warps as share the features evenly among multiprocessors."""
+    R, Dout, itemsize, splits = args["R"], args["Dout"], args["w"].itemsize, _groups(args["Dout"])
+    tiles = next(n for n in (2, 4, 8, 16) if 8 * n >= R)
+    slabs = 1 if tiles == 16 else 2
+    processors, room = device.multiprocessors(), device.shared_bytes() - 1024
+
+    def places(warps: int) -> int:
+        return room // (warps * slabs * 1024 * itemsize + tiles * 1024)
+
+    def features_each(warps: int) -> int:
+        return -(-splits * -(-Dout // (16 * slabs * warps)) // processors) * 16 * slabs * warps
+
+    warps = min((n for n in (8, 7, 6, 5, 4) if places(n) >= 3 or n == 4), key=features_each)
+    blocks_of_features = -(-Dout // (16 * slabs * warps))
+    depth = next(n for n in (12, 10, 8, 6, 5, 4, 3, 2) if n <= places(warps) or n == 2)
+    more: dict[str, Any] = {"sums": None, "tickets": None, "Splits": splits, "Sums": 0, "Tickets": MOST_TICKETS}
     if splits > 1:
-        more |= {"ranges": device.empty((splits, R, Dout), np.float32), "tickets": _tickets(args["x"])}
+        more["Sums"] = splits * blocks_of_features * slabs * tiles * 128 * warps
+        more |= {"sums": device.empty(more["Sums"], np.float32), "tickets": _tickets(args["x"])}
     kernels.launch(
         "linear_rows.cu",
         "linear_rows",
-        (blocks, splits),
-        256,
+        min(processors, splits * blocks_of_features),
+        32 * warps,
         {**args, **more},
-        shared=stages * stage,
-        constants={**types, "Tiles": tiles, "Stages": stages},
+        shared=depth * (warps * slabs * 1024 * itemsize + tiles * 1024),
+        constants={**types, "Tiles": tiles, "Slabs": slabs, "Depth": depth},
     )
+
+
+def most_sums(R: int, widest: int) -> int:
+    """Float32 numbers that linear_rows keeps beside its result, at most, for R rows or fewer of so many features."""
+    return 4 * (min(widest, LARGE) + 256) * min(SOME_ROWS, 1 << max(4, (R - 1).bit_length()))
 
 
 def _many_rows(args: dict[str, Any], types: dict[str, str]) -> None:
