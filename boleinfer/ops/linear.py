@@ -118,7 +118,8 @@ def _groups(Dout: int) -> int:
 def _few_rows(args: dict[str, Any], types: dict[str, str]) -> None:
     """linear_few: a tile of 16 or 8 features at a time, by how evenly multiprocessors share them."""
     R, Din, Dout, itemsize = args["R"], args["Din"], args["Dout"], args["w"].itemsize
-    processors = device.multiprocessors()
+    tall = -(-R // 8)  # blocks of rows
+    processors = max(1, device.multiprocessors() // tall)
     rounds = {features: -(-Dout // (features * processors)) for features in (16, 8)}
     features = 8 if 8 * rounds[8] < 0.95 * 16 * rounds[16] else 16
     chunk = 16 * 512 * itemsize * features // 8  # bytes of w
@@ -131,7 +132,7 @@ def _few_rows(args: dict[str, Any], types: dict[str, str]) -> None:
     kernels.launch(
         "linear_few.cu",
         "linear_few",
-        (min(processors, -(-Dout // features)), -(-R // 8)),
+        (min(processors, -(-Dout // features)), tall),
         512,
         args,
         shared=depth * chunk + (x_bytes if staged else 0),
