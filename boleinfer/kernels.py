@@ -30,7 +30,6 @@ __all__ = ["OLDEST", "KernelError", "ToolchainError", "cuda_folder", "kernel_fil
 Extent = int | tuple[int, ...]
 _GRID, _BLOCK, _THREADS = (2**31 - 1, 65535, 65535), (1024, 1024, 64), 1024  # limits of every architecture
 OLDEST = 80  # the first architecture with bf16
-_PLAIN_SHARED = 48 * 1024  # bytes of dynamic shared memory that need no permission
 _EARLY_SINCE = 90  # the first architecture on which a kernel can start before the previous one is done
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 
@@ -210,7 +209,7 @@ class Gpu:
         return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
     def allow_shared(self, function: Any, nbytes: int) -> None:
-        """Permits a kernel more than 48 KiB of dynamic shared memory. Raises CuPy's error where the device has less."""
+        """Permits a kernel so much dynamic shared memory: without it, 48 KiB with the static. Raises CuPy's error."""
         driver = self._cupy.cuda.driver
         driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, nbytes)
 
@@ -246,7 +245,7 @@ class _Module:
 
     def function(self, name: str, shared: int) -> Callable[..., None]:
         """The kernel's function: called with (grid, block, values, shared, stream)."""
-        function, allowed = self._functions.get(name) or (self._module.get_function(name), _PLAIN_SHARED)
+        function, allowed = self._functions.get(name) or (self._module.get_function(name), 0)
         if shared > allowed:
             try:
                 self._gpu.allow_shared(function, shared)

@@ -295,7 +295,7 @@ def test_graphs_reserve_one_piece_of_their_own_pool(monkeypatch):
 
     pool = SimpleNamespace(malloc="pool")
     cuda = SimpleNamespace(
-        Stream=lambda non_blocking: entered("stream"),
+        Stream=lambda: entered("stream"),
         MemoryPool=lambda: pool,
         using_allocator=lambda allocate: entered(allocate),
     )
