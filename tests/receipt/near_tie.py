@@ -8,7 +8,7 @@ import numpy as np
 
 from boleinfer.sampling import Sampler, SamplingParams, uniform
 
-BOUNDS = {"float": 2e-5, "bf16": 0.15}
+BOUNDS = {"float": 2e-5, "bf16": 0.1}
 """The largest gap that is rounding, by type of activations, in standard deviations of the row's logits."""
 
 
