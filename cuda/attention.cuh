@@ -13,18 +13,18 @@ constexpr int TREE_WORDS = 4;               // of an ancestor mask
 constexpr int TREE_ROWS = 32 * TREE_WORDS;  // rows of a request whose splits may be worked on side by side
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// ---- splits: 128 slots each up to 4096, then 16 for every doubling --------------------------------------------------
+// ---- splits: 64 slots each up to 2048, then 16 for every doubling ---------------------------------------------------
 
 __device__ __forceinline__ int split_of(int slot) {
-  if (slot < 4096) return slot / 128;
-  const int octave = 31 - __clz(slot / 4096);
-  return 32 + 16 * octave + ((slot - (4096 << octave)) >> (8 + octave));
+  if (slot < 2048) return slot / 64;
+  const int octave = 31 - __clz(slot / 2048);
+  return 32 + 16 * octave + ((slot - (2048 << octave)) >> (7 + octave));
 }
 
 __device__ __forceinline__ int split_begin(int split) {
-  if (split < 32) return split * 128;
+  if (split < 32) return split * 64;
   const int octave = (split - 32) / 16;
-  return (4096 << octave) + ((split - 32) % 16 << (8 + octave));
+  return (2048 << octave) + ((split - 32) % 16 << (7 + octave));
 }
 
 // ---- parts -----------------------------------------------------------------------------------------------------------

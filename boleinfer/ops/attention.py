@@ -128,12 +128,12 @@ def _launch(
 
 
 def splits_of(slots: int) -> int:
-    """Into how many splits the GPU cuts a context: of 128 slots up to 4096, then 16 for every doubling."""
+    """Into how many splits the GPU cuts a context: of 64 slots up to 2048, then 16 for every doubling."""
     last = max(slots, 1) - 1
-    if last < 4096:
-        return last // 128 + 1
-    octave = (last // 4096).bit_length() - 1
-    return 32 + 16 * octave + ((last - (4096 << octave)) >> (8 + octave)) + 1
+    if last < 2048:
+        return last // 64 + 1
+    octave = (last // 2048).bit_length() - 1
+    return 32 + 16 * octave + ((last - (2048 << octave)) >> (7 + octave)) + 1
 
 
 def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray, scale: float) -> np.ndarray:

@@ -217,7 +217,7 @@ def test_long_contexts_have_splits_of_growing_size(gpu, act):
 
 
 def test_the_number_of_splits():
-    ends = {0: 1, 1: 1, 128: 1, 129: 2, 4096: 32, 4097: 33, 4352: 33, 4353: 34, 8192: 48, 8193: 49, 131072: 112}
+    ends = {0: 1, 1: 1, 64: 1, 65: 2, 2048: 32, 2049: 33, 2176: 33, 2177: 34, 4096: 48, 4097: 49, 131072: 128}
     assert {n: splits_of(n) for n in ends} == ends
 
 
