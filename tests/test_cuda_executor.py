@@ -20,7 +20,6 @@ from tests.checkpoints import plausible_checkpoint
 from tests.running import VOCAB, engine_of, finish, load, request_of
 from tests.tiny import FAMILIES
 
-
 pytestmark = pytest.mark.parametrize(
     "gpu", ["forward", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
 )  # whole steps take long: one order of threads

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from boleinfer.device import Fp8
-
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
     """1 / (1 + e^-x), any shape; 0 and 1 where e^-x passes the range of the type."""

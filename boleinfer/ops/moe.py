@@ -8,8 +8,8 @@ import numpy as np
 
 from boleinfer import device, kernels
 from boleinfer.declaration import KernelError
-from boleinfer.device import Array
-from boleinfer.ops import Case, Fp8, sigmoid, silu
+from boleinfer.device import Array, Fp8
+from boleinfer.ops import Case, sigmoid, silu
 
 MOST_EXPERTS, MOST_CHOSEN = 512, 32  # on the GPU
 PIECE = 2048  # rows that pass the experts together on the GPU: what lies between its kernels is float32 [PIECE*A, D]

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from boleinfer import device
+from boleinfer.device import Fp8
 from boleinfer.kernels import KernelError
-from boleinfer.ops import Fp8, moe, relative_error
+from boleinfer.ops import moe, relative_error
 
 BOUND = {"bf16": 8e-3, "fp8": 8e-3, "float": 1e-5}
 

@@ -32,7 +32,8 @@ def outcomes(arguments: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Name of each test -> "passed", "failed" or "skipped", and why. RuntimeError where pytest itself fails."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={file}"]
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-n", "4", "-p", "no:cacheprovider"]
+        command.append(f"--junitxml={file}")
         done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True)
         if not file.exists():
             raise RuntimeError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
