@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from boleinfer import device, kernels
-from boleinfer.device import Array
-from boleinfer.ops import Case, Fp8, sigmoid, silu
+from boleinfer.device import Array, Fp8
+from boleinfer.ops import Case, sigmoid, silu
 
 __all__ = ["CASES", "linear", "sigmoid", "silu", "swiglu"]
 

@@ -7,8 +7,9 @@ import pytest
 
 from boleinfer import device
 from boleinfer.declaration import KernelError
-from boleinfer.ops import Fp8, relative_error
+from boleinfer.device import Fp8
 from boleinfer.ops import linear as ops_linear
+from boleinfer.ops import relative_error
 from boleinfer.ops.linear import linear, swiglu
 
 BF16 = device.dtype("bf16")
