@@ -17,7 +17,7 @@ from boleinfer.ops.attention import tree_attention
 from boleinfer.ops.attention_inputs import attention_inputs
 from boleinfer.ops.gdn import gdn
 from boleinfer.ops.gdn_inputs import gdn_inputs
-from boleinfer.ops.linear import linear, swiglu
+from boleinfer.ops.linear import gated_linear, linear
 from boleinfer.ops.moe import add_shared, moe
 from boleinfer.ops.norms import gated_rms_norm
 from boleinfer.state import Batch, Factors, GDNLayer, KVLayer
@@ -65,7 +65,7 @@ def gated_attention(
 
 def dense_ffn(x: Array, w: Weights, c: ModelConfig) -> Array:
     """down(silu(gate x) * up x): [R, D]."""
-    return linear(swiglu(linear(x, w["gate_up_proj"])), w["down_proj"])
+    return linear(gated_linear(x, w["gate_up_proj"]), w["down_proj"])
 
 
 def moe_ffn(x: Array, w: Weights, c: ModelConfig) -> Array:
@@ -73,5 +73,5 @@ def moe_ffn(x: Array, w: Weights, c: ModelConfig) -> Array:
     routed = moe(
         x, w["gate"], w["experts.gate_up_proj"], w["experts.down_proj"], c.num_experts_per_tok, c.norm_topk_prob
     )
-    shared = linear(swiglu(linear(x, w["shared_expert.gate_up_proj"])), w["shared_expert.down_proj"])
+    shared = linear(gated_linear(x, w["shared_expert.gate_up_proj"]), w["shared_expert.down_proj"])
     return add_shared(routed, linear(x, w["shared_expert_gate"], np.float32), shared)

@@ -49,7 +49,7 @@ def test_a_sound_gpu_differs_nowhere(tmp_path, family):
     [
         ("gdn", "layer 0 gated DeltaNet"),
         ("tree_attention", "layer 3 attention"),
-        ("swiglu", "layer 0 feed-forward"),
+        ("gated_linear", "layer 0 feed-forward"),
         ("gated_rms_norm", "layer 0 gated DeltaNet"),
     ],
 )

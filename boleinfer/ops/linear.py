@@ -11,7 +11,7 @@ from boleinfer import device, kernels
 from boleinfer.device import Array, Fp8
 from boleinfer.ops import Case, sigmoid, silu
 
-__all__ = ["CASES", "linear", "sigmoid", "silu", "swiglu"]
+__all__ = ["CASES", "gated_linear", "linear", "sigmoid", "silu", "swiglu"]
 
 VECTOR_ROWS = 6  # of a matrix in one piece: up to here one matrix-vector product a row beats one matrix product
 SMALL = 1_000_000  # multiply-adds up to which OpenBLAS multiplies without packing its operands first
@@ -74,6 +74,13 @@ def swiglu(gate_up: Array) -> Array:
     return silu(gate_up[..., :F]) * gate_up[..., F:]
 
 
+def gated_linear(x: Array, w: Array | Fp8) -> Array:
+    """swiglu(x w^T): x [R, Din], w [2F, Din] of gate, then up -> [R, F]. On the GPU in one launch for few rows."""
+    if device.on_gpu(x):
+        return _linear_gpu(x, w, x.dtype, gated=True)
+    return swiglu(linear(x, w))
+
+
 # ---- on the GPU ------------------------------------------------------------------------------------------------------
 
 FEW_ROWS, SOME_ROWS = 8, 128  # up to which linear_few and linear_rows are used; at most 8 and 512
@@ -84,25 +91,29 @@ LARGE = 32768  # features from which k is not cut; a constant, since a row's bit
 MOST_TICKETS = 512  # tiles of linear_rows below LARGE features, at most
 
 
-def _linear_gpu(x: Array, w: Array | Fp8, dtype: Any) -> Array:
-    """The kernel by types, alignment and number of rows; nothing else decides.
+def _linear_gpu(x: Array, w: Array | Fp8, dtype: Any, gated: bool = False) -> Array:
+    """The kernel by types, alignment and number of rows; nothing else decides. Gated: swiglu of it, with the same bits.
 
     The kernels read w before the kernels queued earlier are done: whatever makes weights is waited for once, at load.
     """
     bits, scale = (w.bits, w.scale) if isinstance(w, Fp8) else (w, None)
     (R, Din), Dout = x.shape, bits.shape[0]
-    out = device.empty((R, Dout), dtype)
+    Ldx = x.strides[0] // x.itemsize if R > 1 else Din
+    words = Din % (16 // bits.itemsize) == 0 and Ldx % 8 == 0  # rows of x and w are whole 16-byte words
+    plain = device.c_type(x) != "bf16" or device.c_type(bits) == "float" or not words
+    few = not plain and (R <= FEW_ROWS or (R <= SOME_ROWS and Dout <= FEW_FEATURES))
+    if gated and not (few and Dout % 16 == 0):
+        return swiglu(_linear_gpu(x, w, dtype))
+    out = device.empty((R, Dout // 2 if gated else Dout), dtype)
     if not out.size:
         return out
-    Ldx = x.strides[0] // x.itemsize if R > 1 else Din
     args = {"x": x, "w": bits, "scale": scale, "out": out, "R": R, "Ldx": Ldx, "Din": Din, "Dout": Dout}
     types = {"Wt": device.c_type(bits), "Out": device.c_type(out)}
-    words = Din % (16 // bits.itemsize) == 0 and Ldx % 8 == 0  # rows of x and w are whole 16-byte words
-    if device.c_type(x) != "bf16" or types["Wt"] == "float" or not words:
+    if plain:
         grid = -(-R // 32), min(-(-Dout // 32), 65535)
         kernels.launch("linear_any.cu", "linear_any", grid, 256, args, constants={"Act": device.c_type(x), **types})
-    elif R <= FEW_ROWS or (R <= SOME_ROWS and Dout <= FEW_FEATURES):
-        _few_rows(args, types)
+    elif few:
+        _few_rows(args, types, gated)
     elif R <= SOME_ROWS:
         _some_rows(args, types)
     elif types["Wt"] != "bf16" or not blas(x, bits, out):
@@ -115,7 +126,7 @@ def _groups(Dout: int) -> int:
     return 1 if Dout >= LARGE else 4
 
 
-def _few_rows(args: dict[str, Any], types: dict[str, str]) -> None:
+def _few_rows(args: dict[str, Any], types: dict[str, str], gated: bool) -> None:
     """linear_few: a tile of 16 or 8 features at a time, by how evenly multiprocessors share them."""
     R, Din, Dout, itemsize = args["R"], args["Din"], args["Dout"], args["w"].itemsize
     tall = -(-R // 8)  # blocks of rows
@@ -129,6 +140,7 @@ def _few_rows(args: dict[str, Any], types: dict[str, str]) -> None:
     room -= x_bytes if staged else 0
     needed = rounds[features] * -(-Din // 1024)  # chunks of a warp
     depth = next((n for n in (12, 8, 6, 4, 3) if n * chunk <= min(room, RING) and n < 2 * needed), 2)
+    tile = {"Features": features, "Depth": depth, "Splits": _groups(Dout), "Staged": staged, "Gated": int(gated)}
     kernels.launch(
         "linear_few.cu",
         "linear_few",
@@ -136,7 +148,7 @@ def _few_rows(args: dict[str, Any], types: dict[str, str]) -> None:
         512,
         args,
         shared=depth * chunk + (x_bytes if staged else 0),
-        constants={**types, "Features": features, "Depth": depth, "Splits": _groups(Dout), "Staged": staged},
+        constants={**types, **tile},
     )
 
 
@@ -293,5 +305,20 @@ CASES = {
         ]
     ]
     + [_panel_case(*sizes) for sizes in [(1, 3, 5, 7), (3, 63, 1, 64), (65, 65, 3, 64), (8, 1536, 16, 64)]],
+    "gated_linear": [
+        _linear_case(R, Din, Dout)._replace(bound_bf16=1.3e-2)  # three roundings, the gate's up to 1.3 times as large
+        for R, Din, Dout in [
+            (1, 1, 2),
+            (3, 63, 66),
+            (3, 24, 48),
+            (8, 1032, 272),
+            (5, 136, 4400),
+            (9, 1032, 288),
+            (129, 136, 160),
+            (1, 1024, 7168),
+            (8, 2048, 1024),
+        ]
+    ]
+    + [_panel_case(*sizes) for sizes in [(3, 63, 2, 64), (8, 512, 16, 64)]],
     "swiglu": [_swiglu_case(R, F) for R, F in [(1, 1), (3, 63), (65, 65), (16, 3584)]],
 }

@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 
-from boleinfer import device
+from boleinfer import device, kernels
 from boleinfer.declaration import KernelError
 from boleinfer.device import Fp8
 from boleinfer.ops import linear as ops_linear
 from boleinfer.ops import relative_error
-from boleinfer.ops.linear import linear, swiglu
+from boleinfer.ops.linear import gated_linear, linear, swiglu
 
 BF16 = device.dtype("bf16")
 SOME = [1, 2, 7, 8, 9, 16, 17, 31, 33, 64, 65, 100, 128]
@@ -149,6 +149,51 @@ def test_swiglu(gpu, R, F, act):
     out = device.download(swiglu(device.upload(x)))
     assert out.dtype == x.dtype
     assert relative_error(out.astype(np.float64), swiglu(x.astype(np.float64))) < (4e-3 if act == "bf16" else 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "float"])
+@pytest.mark.parametrize("Din,F", [(48, 8), (272, 40), (1296, 136), (1040, 200), (2112, 8), (144, 1096), (72, 31)])
+@pytest.mark.parametrize("processors", [3, 132])
+def test_the_gated_product_has_the_bits_of_its_parts(gpu, Din, F, kind, processors, monkeypatch):
+    """One launch (tiles of 16 and of 8 features, few features of many rows) or two; on either side of a scale block."""
+    monkeypatch.setattr(device, "multiprocessors", lambda: processors)
+    x, w, plain = made(128, Din, 2 * F, kind)
+    given = device.upload(x)
+    together = device.download(swiglu(linear(given, w)))
+    assert together.dtype == BF16
+    expected = swiglu(x.astype(np.float64) @ plain.T)
+    assert relative_error(together.astype(np.float64), expected) < 1.3e-2
+    for rows in range(1, 129) if gpu == "cuda" else (1, 2, 5, 7, 8, 9, 17, 128):
+        parts = device.download(swiglu(linear(given[:rows], w)))
+        out = device.download(gated_linear(given[:rows], w))
+        np.testing.assert_array_equal(out, parts)
+        np.testing.assert_array_equal(out, together[:rows])
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("R", [1, 5, 8, 9])
+def test_a_nan_row_of_the_gated_product_spoils_only_itself(gpu, R, kind):
+    x, w, _ = made(R, 272, 80, kind)
+    clean = device.download(gated_linear(device.upload(x), w))
+    x[R // 2] = np.nan
+    out = device.download(gated_linear(device.upload(x), w))
+    assert np.isnan(out[R // 2].astype(np.float32)).all()
+    np.testing.assert_array_equal(np.delete(out, R // 2, 0), np.delete(clean, R // 2, 0))
+
+
+def test_the_gated_product_is_one_launch_for_few_rows(gpu, monkeypatch):
+    launched, launch = [], kernels.launch
+    monkeypatch.setattr(device, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(kernels, "launch", lambda *a, **k: (launched.append((a[1], k["constants"])), launch(*a, **k)))
+    x, w, _ = made(9, 144, 4208, "bf16")
+    for R, Dout, features in [(8, 4208, 16), (1, 512, 8)]:
+        gated_linear(device.upload(x[:R]), w[:Dout])
+        (name, constants), *more = launched
+        assert (name, more) == ("linear_few", []) and (constants["Gated"], constants["Features"]) == (1, features)
+        launched.clear()
+    gated_linear(device.upload(x), w)
+    assert [name for name, _ in launched] == ["linear_rows", "swiglu"]
+    assert gated_linear(device.upload(x[:0]), w).shape == (0, 2104)
 
 
 @pytest.mark.gpu
