@@ -74,7 +74,7 @@ def test_spills_fail_unless_the_file_gives_a_reason(monkeypatch, capsys, header,
 
 def test_the_command_refuses_what_it_does_not_know(compiler, capsys):
     assert cli.main(["kernels", "no-such-kernel"]) == 2
-    assert "no file is called like 'no-such-kernel'; there are embedding.cu" in capsys.readouterr().err
+    assert "no file is called like 'no-such-kernel'; there are accept.cu, " in capsys.readouterr().err
     assert cli.main(["kernels", "--arch", "90,x"]) == 2
     assert "cannot compile for sm_x; it knows" in capsys.readouterr().err
 
