@@ -14,36 +14,10 @@ from boleinfer.config import ConfigError, ModelConfig
 from boleinfer.cuda_executor import CudaExecutor, DraftPlan
 from boleinfer.decoder import Decoder
 from boleinfer.executor import Executor, HostExecutor
-from boleinfer.memory_plan import Needs
+from boleinfer.memory_plan import Needs, Options
 from boleinfer.state import State
 
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Options:
-    """How much may run at once, and how (the fields are explained at LLM)."""
-
-    context: int
-    max_batch: int = 8
-    max_rows: int = 512
-    page_size: int = 16
-    ring: int = 32
-    draft_nodes: int = 8
-    draft_depth: int = 8
-    poison: bool = False
-    graphs: bool = True
-    memory_fraction: float = 0.9
-
-    @property
-    def scratch(self) -> int:
-        """Positions behind the committed ones that drafting and verification may write."""
-        return 1 + max(self.draft_nodes, self.draft_depth)
-
-    @property
-    def pages(self) -> int:
-        """KV pages of one request at most."""
-        return -(-(self.context + self.scratch) // self.page_size)
 
 
 @dataclass(frozen=True)

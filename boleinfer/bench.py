@@ -36,7 +36,7 @@ def bench_cpu(args: argparse.Namespace) -> int:
     origin = provenance()  # of the sources that are about to run
     held_out = json.loads((BUNDLED / "heldout_prompts.json").read_text(encoding="utf-8"))
     prompts = [entry["text"] for entry in held_out[: args.prompts]]
-    llm = LLM(args.model)
+    llm = LLM(args.model, device="cpu")
     names = [name for name in NAMES if name != "mtp" or llm.model.has_mtp]
     modes = {
         "sampled": replace(llm.default_params, seed=SEED, max_tokens=args.max_tokens, ignore_eos=True),

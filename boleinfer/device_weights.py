@@ -7,6 +7,7 @@ keeps whole blocks of 128 rows, and are dequantised here where one does not. Vec
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +24,8 @@ from boleinfer.device import Array, Fp8
 from boleinfer.plans import Part, Target
 from boleinfer.weights import BLOCK, Plan, dequantise, float32, match, scale_names, tie
 
-COPIERS = 4  # threads that read pages of the files and fill staging buffers
-STAGING = 32 << 20  # bytes of one
+COPIERS = 16  # threads that read pages of the files and fill staging buffers, at most: one a core
+STAGING = 8 << 20  # bytes of a buffer, of which a thread has two
 
 
 def load(
@@ -45,7 +46,7 @@ def load(
     source = _Source(checkpoint, names, act)
     total, done = sum(sizes_of(targets, names, checkpoint.tensors, act).values()), 0
     arrays: dict[str, Any] = {}
-    with _Copiers() as copiers:
+    with _Copiers(total) as copiers:
         for target in targets:
             arrays[target.name] = source.place(target, copiers)
         for nbytes in copiers.finish():
@@ -143,11 +144,15 @@ def _block_rows(rows: np.ndarray) -> np.ndarray | None:
 
 
 class _Copiers:
-    """Threads that convert rows into pinned buffers and queue their copies; they end with the `with` block."""
+    """Threads that convert rows into pinned buffers and queue their copies; they end with the `with` block.
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(COPIERS)
-        self._staging = [device.Staging(STAGING) for _ in range(2 * COPIERS)]
+    nbytes: what they will copy in all; little needs few of them, and pinned memory takes long to get
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        threads = max(1, min(COPIERS, os.cpu_count() or 1, nbytes // STAGING))
+        self._pool = ThreadPoolExecutor(threads)
+        self._staging = [device.Staging(STAGING) for _ in range(2 * threads)]
         self._free = deque(self._staging)
         self._pending: list[Future[int]] = []
 

@@ -113,9 +113,9 @@ def _described(facts: dict[str, Any], c: ModelConfig, targets: Sequence[Target],
 
 def _on_gpu(c: ModelConfig, weights: Mapping[str, int], mtp: bool) -> dict[str, Any]:
     """The GPU's numbers, and the plan with the default options."""
-    from boleinfer.backend import Options, drafting
+    from boleinfer.backend import drafting
     from boleinfer.llm import GPU_ROWS, LONGEST_DEFAULT
-    from boleinfer.memory_plan import Needs, plan
+    from boleinfer.memory_plan import Needs, Options, plan
 
     o = Options(min(LONGEST_DEFAULT, c.max_position_embeddings), max_rows=GPU_ROWS)
     needs = Needs(c, weights, drafting=drafting(o, mtp))

@@ -16,6 +16,7 @@ from boleinfer.decoder import Decoder
 from boleinfer.draft import make_drafter
 from boleinfer.draft.base import Drafter, Limits
 from boleinfer.engine import Engine
+from boleinfer.memory_plan import Options
 from boleinfer.output import TextOutput
 from boleinfer.published import published
 from boleinfer.request import Request, RequestError, Stats
@@ -132,8 +133,8 @@ class LLM:
     poison:         fill unwritten memory with NaN (tests)
     progress:       called with (bytes done, bytes in all) while weights load
 
-    Raises ConfigError, WeightsError, HubError for a model that cannot be used, ToolchainError for a GPU that cannot,
-    ValueError for a bad option.
+    Raises ConfigError, WeightsError, HubError for a model or an option that cannot be used, ToolchainError for a GPU
+    that cannot.
     """
 
     def __init__(
@@ -164,12 +165,12 @@ class LLM:
         asked_rows, max_rows = max_rows, max(max_batch, GPU_ROWS if gpu else CPU_ROWS) if max_rows is None else max_rows
         _at_least(1, max_batch=max_batch, max_rows=max_rows, page_size=page_size, ring=ring)
         if not 0 < memory_fraction <= 1:
-            raise ValueError(f"memory_fraction={memory_fraction}: above 0 and up to 1")
+            raise ConfigError(f"memory_fraction={memory_fraction}: above 0 and up to 1")
         _at_least(0, draft_nodes=draft_nodes, draft_depth=draft_depth)
         if max_rows < max_batch:
-            raise ValueError(f"max_rows={max_rows} is less than max_batch={max_batch}; a running request needs a row")
+            raise ConfigError(f"max_rows={max_rows} is less than max_batch={max_batch}; a running request needs a row")
         if dtype == "bfloat16" and not gpu:
-            raise ValueError("dtype='bfloat16': the CPU computes in float32; use 'auto' or 'float32'")
+            raise ConfigError("dtype='bfloat16': the CPU computes in float32; use 'auto' or 'float32'")
         self.gpu = gpu
         if random_weights is None:
             folder = BUNDLED if model is None else hub.load_model_files(str(model), revision, token, offline)
@@ -182,7 +183,7 @@ class LLM:
         self.tokenizer = Tokenizer.from_folder(folder)
         self.default_params = SamplingParams.from_dict(self.tokenizer.generation_defaults)
         self._valid = self.tokenizer.valid_ids(self.config.vocab_size)
-        options = backend.Options(
+        options = Options(
             context, max_batch, max_rows, page_size, ring, draft_nodes, draft_depth, poison, graphs, memory_fraction
         )
         mtp = {"mtp": True, "none": False, "ngram": False}.get(draft, "auto") if isinstance(draft, str) else "auto"
@@ -347,12 +348,12 @@ def _context(asked: int | None, own: int) -> int:
 def _at_least(bound: int, **options: int) -> None:
     for name, value in options.items():
         if value < bound:
-            raise ValueError(f"{name}={value}: at least {bound} is needed")
+            raise ConfigError(f"{name}={value}: at least {bound} is needed")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ValueError(f"{name}={value!r}: use {' or '.join(map(repr, allowed))}")
+        raise ConfigError(f"{name}={value!r}: use {' or '.join(map(repr, allowed))}")
 
 
 def _is_id(value: object) -> bool:

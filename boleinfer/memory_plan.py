@@ -1,4 +1,4 @@
-"""What a model and its requests take on the GPU, part by part, before anything is loaded. Asks no GPU.
+"""How much may run at once, and what that takes on the GPU, part by part, before anything is loaded. Asks no GPU.
 
 needs = Needs(config, weights, act, drafting)
 plan(needs, options).table()            what each part takes
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from boleinfer.config import ConfigError, ModelConfig
 from boleinfer.cuda_executor import SMALLEST, DraftPlan
@@ -18,14 +18,37 @@ from boleinfer.ops.attention import SCRATCH, splits_of
 from boleinfer.ops.linear import most_sums
 from boleinfer.ops.moe import PIECE
 
-if TYPE_CHECKING:
-    from boleinfer.backend import Options
-
 FLOAT, INT = 4, 4  # bytes
 RESERVE = 512 << 20  # CUDA's own: compiled kernels, graphs, a library's workspace
 PAGE = 2 << 20  # what the driver hands out at a time
 SHORTEST, FEWEST_ROWS = 512, 256  # to which defaults shrink so that a model fits
 _SIDE_ROWS = 256  # rows whose splits tree_attention works on side by side, at most
+
+
+@dataclass(frozen=True)
+class Options:
+    """How much may run at once, and how (the fields are explained at LLM)."""
+
+    context: int
+    max_batch: int = 8
+    max_rows: int = 512
+    page_size: int = 16
+    ring: int = 32
+    draft_nodes: int = 8
+    draft_depth: int = 8
+    poison: bool = False
+    graphs: bool = True
+    memory_fraction: float = 0.9
+
+    @property
+    def scratch(self) -> int:
+        """Positions behind the committed ones that drafting and verification may write."""
+        return 1 + max(self.draft_nodes, self.draft_depth)
+
+    @property
+    def pages(self) -> int:
+        """KV pages of one request at most."""
+        return -(-(self.context + self.scratch) // self.page_size)
 
 
 @dataclass(frozen=True)

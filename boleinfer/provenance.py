@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import boleinfer
-from boleinfer import device, driver, models, nvrtc
+from boleinfer import device, driver, kernels, models, nvrtc
 
 _SUFFIXES = {".py", ".cu", ".cuh"}
 
@@ -36,7 +36,8 @@ def provenance() -> dict[str, Any]:
 
 
 def gpu_provenance() -> dict[str, Any]:
-    """As `provenance`, and what it says of the current GPU and of what drives it."""
+    """As `provenance`, and what it says of the current GPU and of what drives it. Raises ToolchainError without one."""
+    kernels.usable()
     runtime, said = device.cupy().cuda.runtime, driver.ask()
     properties = runtime.getDeviceProperties(runtime.getDevice())
     return {

@@ -18,7 +18,7 @@ from boleinfer.draft.device import DeviceDrafter
 from boleinfer.engine import Engine
 from boleinfer.graphs import Eager, Graphs
 from boleinfer.llm import BUNDLED
-from boleinfer.memory_plan import PAGE, RESERVE, Needs, fit, plan
+from boleinfer.memory_plan import PAGE, RESERVE, Needs, Options, fit, plan
 from boleinfer.published import published
 from boleinfer.sampling import SamplingParams
 from boleinfer.scheduler import Scheduler
@@ -29,7 +29,7 @@ from tests.emulator import emulated
 from tests.running import finish, request_of
 
 GIB = 1 << 30
-OPTIONS = backend.Options(8192, max_rows=2048)
+OPTIONS = Options(8192, max_rows=2048)
 BF16 = device.dtype("bf16")
 
 
@@ -70,7 +70,7 @@ def counted(monkeypatch):
 @pytest.mark.parametrize("name", ["qwen3.5-0.8b", "qwen3-next-80b-a3b"])
 @pytest.mark.parametrize("dtype", ["bf16", "float"])
 def test_state_and_pages_are_what_the_state_allocates(monkeypatch, name, dtype):
-    o = backend.Options(64, max_batch=2, ring=3, page_size=4, draft_nodes=5)
+    o = Options(64, max_batch=2, ring=3, page_size=4, draft_nodes=5)
     config, act = published(name), device.dtype(dtype)
     needed = backend.needs(config, backend.Source(seed=0), o, "auto", act, True)
     p = plan(needed, o)
@@ -87,7 +87,7 @@ def test_f50_a_prompt_at_full_batch_stays_within_the_plan(monkeypatch, tmp_path,
         pytest.skip(problem)
     plausible_checkpoint(tmp_path, family, hidden_size=320 if dtype == "bf16" else 64)  # bf16 has products in ranges
     config = read_config(tmp_path)
-    o = backend.Options(100, max_batch=3, max_rows=48, ring=7, draft_nodes=5, draft_depth=4, graphs=False)
+    o = Options(100, max_batch=3, max_rows=48, ring=7, draft_nodes=5, draft_depth=4, graphs=False)
     act, source = device.dtype(dtype), backend.Source(tmp_path)
     needed = backend.needs(config, source, o, "auto", act, True)
     p = plan(needed, o)
@@ -267,7 +267,7 @@ def test_f50_the_library_refuses_before_loading(small_gpu):
 def test_the_default_context_shrinks_with_a_warning(small_gpu, monkeypatch):
     from boleinfer import LLM
 
-    o = backend.Options(4096, max_batch=64, max_rows=256)
+    o = Options(4096, max_batch=64, max_rows=256)
     needed = backend.needs(read_config(BUNDLED), backend.Source(BUNDLED), o, "auto", BF16, True)
     small_gpu(plan(needed, replace(o, context=1024)).total + 1000, 1 * GIB)
 
@@ -306,7 +306,7 @@ def test_graphs_reserve_one_piece_of_their_own_pool(monkeypatch):
 
 
 def test_memory_that_runs_out_after_all_is_a_config_error(monkeypatch):
-    o = backend.Options(64, max_batch=1, max_rows=8)
+    o = Options(64, max_batch=1, max_rows=8)
     needed = backend.needs(read_config(BUNDLED), backend.Source(BUNDLED), o, "auto", BF16, True)
 
     def full(*arguments, **named):
