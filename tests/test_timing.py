@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from boleinfer import device, driver, nvrtc, provenance, timing
+from boleinfer import device, driver, kernels, nvrtc, provenance, timing
 from boleinfer.graphs import Eager
 
 
@@ -63,6 +63,7 @@ def test_copies_are_past_the_cache():
 
 def test_a_gpu_measurement_says_where_it_comes_from(monkeypatch):
     monkeypatch.setattr(device, "cupy", Clock(1).cupy)
+    monkeypatch.setattr(kernels, "usable", lambda: "90")
     monkeypatch.setattr(driver, "ask", lambda: driver.Driver("580.1", 13, ("GPU",)))
     monkeypatch.setattr(nvrtc, "toolchain", lambda: SimpleNamespace(version=(13, 0)))
     record = provenance.gpu_provenance()
