@@ -48,9 +48,9 @@ def gpu(request):
             kernels.open_gpu()
         except nvrtc.ToolchainError as error:
             pytest.skip(f"the kernels were NOT run: {error}")
-        yield
+        yield request.param
     elif problem := emulator.missing():
         pytest.skip(problem)
     else:
         with emulator.emulated(order=request.param):
-            yield
+            yield request.param

@@ -14,25 +14,8 @@ from boleinfer.kernels import KernelError, ToolchainError
 from boleinfer.ops import attention, relative_error
 from boleinfer.ops.attention import move_kv, splits_of, tree_attention
 from tests import strategies as some
-from tests.emulator import emulated, missing
 
 BOUND = {"bf16": 8e-3, "float": 1e-5}
-
-
-@pytest.fixture(params=["forward", "random", pytest.param("cuda", marks=pytest.mark.gpu)])
-def gpu(request):
-    """The emulator with its threads in that order, or a real GPU."""
-    if request.param == "cuda":
-        try:
-            kernels.open_gpu()
-        except ToolchainError as error:
-            pytest.skip(f"the kernels were NOT run: {error}")
-        yield request.param
-    elif problem := missing():
-        pytest.skip(problem)
-    else:
-        with emulated(order=request.param, seed=1):
-            yield request.param
 
 
 class Scene:

@@ -14,23 +14,6 @@ from boleinfer.kernels import KernelError, ToolchainError
 from boleinfer.ops import attention_inputs, gdn_commit, gdn_inputs, relative_error, rope
 from boleinfer.ring import Ring
 from tests import strategies as some
-from tests.emulator import emulated, missing
-
-
-@pytest.fixture(params=["forward", "random", pytest.param("cuda", marks=pytest.mark.gpu)])
-def gpu(request):
-    """The emulator with its threads in that order, or a real GPU."""
-    if request.param == "cuda":
-        try:
-            kernels.open_gpu()
-        except ToolchainError as error:
-            pytest.skip(f"the kernels were NOT run: {error}")
-        yield request.param
-    elif problem := missing():
-        pytest.skip(problem)
-    else:
-        with emulated(order=request.param):
-            yield request.param
 
 
 @pytest.fixture
