@@ -27,10 +27,6 @@ class Eager:
     def reserve(self, nbytes: int) -> None:
         """Makes sure that steps have so much memory, now instead of one by one. Raises MemoryError."""
 
-    def ready(self, key: Hashable) -> bool:
-        """Whether a step of this key needs no rehearsal."""
-        return True
-
     def rehearse(self, key: Hashable, step: Callable[[], object]) -> None:
         """Runs a step that changes nothing (its batch is empty), and captures it."""
 
@@ -70,10 +66,6 @@ class Graphs:
         Steps of growing size would each ask for more, and a pool that the driver refuses gives back what graphs use."""
         with self.on():
             device.empty((nbytes,), np.uint8)
-
-    def ready(self, key: Hashable) -> bool:
-        """As Eager.ready."""
-        return key in self._graphs
 
     def rehearse(self, key: Hashable, step: Callable[[], object]) -> None:
         """As Eager.rehearse. A step that cannot be captured is launched kernel by kernel from then on: a warning."""
