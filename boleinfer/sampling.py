@@ -146,6 +146,24 @@ class Sampler:
             place = np.searchsorted(total, total[-1])
         return int(ids[place])
 
+    def adjusted(self, logits: np.ndarray, path: Sequence[int] = ()) -> np.ndarray:
+        """The logits after bias, penalties and forbidden ids: a new float64 [vocab]; `logits` when nothing applies."""
+        p, h = self.params, self.history
+        early = self.early_ids if h.generated + len(path) < p.min_tokens else self.early_ids[:0]
+        if not (p.penalises or len(self._bias) or len(early) or len(self._never)):
+            return logits
+        x = logits.astype(np.float64)
+        x[self._bias_ids] += self._bias
+        if p.penalises:
+            ids, count = h.after(path)  # [M]
+            seen = x[ids]
+            with np.errstate(over="ignore"):
+                seen = np.where(seen > 0, seen / p.repetition_penalty, seen * p.repetition_penalty)
+                x[ids] = seen - p.frequency_penalty * count - p.presence_penalty * (count > 0)
+        x[early] = -np.inf
+        x[self._never] = -np.inf
+        return x
+
     def distribution(self, logits: np.ndarray, path: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
         """The ids that `sample` may draw, ascending, int64 [M], and their probabilities, float64 [M]."""
         if self.params.greedy:
@@ -170,7 +188,7 @@ class Sampler:
         return {i: float(x[i]) for i in (token, *ids.tolist())}
 
     def _likeliest(self, logits: np.ndarray, path: Sequence[int]) -> int:
-        x = self._adjusted(logits, path)
+        x = self.adjusted(logits, path)
         token = int(x.argmax())  # a NaN counts as largest, so one look tells whether the row is sound
         _check(x, x[token])
         return token
@@ -178,7 +196,7 @@ class Sampler:
     def _candidates(self, logits: np.ndarray, path: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Ids int64 [M], ascending, and weights float64 [M] proportional to their probabilities, the largest 1."""
         p = self.params
-        x = self._adjusted(logits, path)
+        x = self.adjusted(logits, path)
         top = x.max()
         _check(x, top)
         if 0 < p.top_k < len(x):
@@ -194,24 +212,6 @@ class Sampler:
             kept = weight >= p.min_p
             ids, weight = ids[kept], weight[kept]
         return ids, weight
-
-    def _adjusted(self, logits: np.ndarray, path: Sequence[int]) -> np.ndarray:
-        """The logits after bias, penalties and forbidden ids: a new float64 [vocab]; `logits` when nothing applies."""
-        p, h = self.params, self.history
-        early = self.early_ids if h.generated + len(path) < p.min_tokens else self.early_ids[:0]
-        if not (p.penalises or len(self._bias) or len(early) or len(self._never)):
-            return logits
-        x = logits.astype(np.float64)
-        x[self._bias_ids] += self._bias
-        if p.penalises:
-            ids, count = h.after(path)  # [M]
-            seen = x[ids]
-            with np.errstate(over="ignore"):
-                seen = np.where(seen > 0, seen / p.repetition_penalty, seen * p.repetition_penalty)
-                x[ids] = seen - p.frequency_penalty * count - p.presence_penalty * (count > 0)
-        x[early] = -np.inf
-        x[self._never] = -np.inf
-        return x
 
 
 def accept(

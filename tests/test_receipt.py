@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from boleinfer import kernels, provenance
-from boleinfer.sampling import Sampler, SamplingParams
+from boleinfer.near_tie import first_difference
+from boleinfer.sampling import SamplingParams
 from tests import emulator, gpu_receipt
 from tests.emulator import emulated
 from tests.receipt import Report, big_pools, churn, families, fuzz, gpu_tests, sanitized, sanitizer, steady, tokens
 from tests.receipt.models import gpu_engine, tiny
-from tests.receipt.near_tie import first_difference, gap, keeps_every_id
+from tests.receipt.tokens import keeps_every_id
 from tests.running import engine_of, request_of
 
 
@@ -59,39 +60,12 @@ def test_what_the_sanitizer_watches_runs(gpu, capsys, monkeypatch):
     assert sanitized.DONE in capsys.readouterr().out
 
 
-# ---- near ties -------------------------------------------------------------------------------------------------------
+# ---- tokens ----------------------------------------------------------------------------------------------------------
 
 
-def sampler(**params):
-    return Sampler(SamplingParams(**params), 7, 0, [1, 2], [], np.ones(6, bool))
-
-
-def test_the_gap_of_a_greedy_token():
-    logits = np.asarray([0, 3, 1, 2.5, 0, 0], np.float32)
-    assert gap(logits, sampler(temperature=0), 1) == 0
-    assert gap(logits, sampler(temperature=0), 3) == 0.5
-    assert gap(logits, sampler(temperature=0, logit_bias={3: 1}), 1) == 0.5
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_moving_the_logits_by_half_the_gap_makes_it_the_token(temperature):
-    s, rng = sampler(temperature=temperature), np.random.default_rng(0)
-    for _ in range(50):
-        logits = rng.normal(0, 2, 6)
-        drawn = s.sample(logits)
-        assert gap(logits, s, drawn) == 0
-        for other in {drawn - 1, drawn + 1} & set(range(6)):
-            d, sign = gap(logits, s, other) / 2, 1 if other < drawn else -1
-            low = np.arange(6) <= min(drawn, other)  # ids below the boundary between the two
-            for share, reached in ((1.001, True), (0.999, False)):
-                moved = logits + sign * d * share * np.where(low, 1, -1)
-                assert (s.sample(moved) != drawn) == reached
-
-
-def test_what_can_be_judged():
+def test_what_is_compared_in_bf16():
     assert keeps_every_id(SamplingParams(temperature=0, top_k=5)) and keeps_every_id(SamplingParams())
     assert not keeps_every_id(SamplingParams(top_p=0.9)) and not keeps_every_id(SamplingParams(min_p=0.1))
-    assert first_difference([1, 2], [1, 2, 3]) is None and first_difference([1, 2], [1, 3]) == 1
 
 
 def test_a_wrong_token_is_a_failure_unless_it_is_a_near_tie():

@@ -10,12 +10,12 @@ import numpy as np
 
 from boleinfer import device
 from boleinfer.engine import Engine
+from boleinfer.near_tie import first_difference
 from boleinfer.request import Request
 from boleinfer.sampling import SamplingParams
 from boleinfer.state import KVLayer
 from tests.receipt import Report
 from tests.receipt.models import CONTEXT, Tiny, gpu_engine, real_gpu, tiny
-from tests.receipt.near_tie import first_difference
 from tests.running import engine_of, finish, request_of
 
 
