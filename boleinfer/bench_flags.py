@@ -15,6 +15,7 @@ examples:
   boleinfer bench decode --random-weights qwen3.5-9b --batch 1 8 32
   boleinfer bench verify                           what a step of many rows costs there, against one row
   boleinfer bench kernels --only linear            products beside cuBLAS
+  boleinfer bench tree --only gdn --requests 1 32  the delta rule's and attention's trees, beside their floors
   boleinfer bench start                            first token of a new process, loading
   boleinfer bench step --random-weights qwen3.5-27b --rows 16     microseconds of each kernel of a step
 
@@ -23,7 +24,7 @@ Each writes its file in benchmarks/results of this checkout when it ran as it st
 
 
 def add_bench_commands(bench: argparse.ArgumentParser) -> None:
-    """cpu, decode, verify, kernels, start and step below `boleinfer bench`."""
+    """cpu, decode, verify, kernels, tree, start and step below `boleinfer bench`."""
     commands = bench.add_subparsers(title="what is measured", metavar="WHAT", required=True)
 
     def command(name: str, module: str, summary: str, file: str = "") -> argparse.ArgumentParser:
@@ -57,6 +58,12 @@ def add_bench_commands(bench: argparse.ArgumentParser) -> None:
         "--only", choices=["linear", "small", "attention", "gdn"], nargs="+", metavar="KIND",
         help="linear, small, attention or gdn (default: all)",
     )  # fmt: skip
+
+    tree = command("tree", "bench_tree", "verifying trees in GDN and attention, on the GPU", "gdn_tree.json")
+    tree.add_argument("--only", choices=["gdn", "attention"], nargs="+", metavar="KIND", help="default: both")
+    tree.add_argument("--requests", type=count, nargs="+", metavar="N", help="requests at once (default: 1 to 128)")
+    tree.add_argument("--value-heads", type=count, nargs="+", metavar="N", help="of GDN (default: 32 48 64)")
+    tree.add_argument("--peers", metavar="FOLDER", help="holds gdn_peers.py: other kernels to run beside GDN's")
 
     start = command("start", "bench_start", "a new process up to its first token, loading", "start.json")
     start.add_argument("--random-weights", metavar="SIZE", help="of the checkpoint to load (default: qwen3.5-4b)")

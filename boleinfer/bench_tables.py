@@ -82,6 +82,39 @@ def kernels(record: Record) -> str:
     return "\n\n".join(parts)
 
 
+def tree(record: Record) -> str:
+    """gdn_tree.json: requests down and nodes across, for every op and number of heads."""
+    parts = [
+        f"{_machine(record)}: microseconds of one layer, how many times its floor (bytes at {record['read_gb_s']:,.0f} "
+        "GB/s) that is, and in brackets how many times as long the other kernel takes."
+    ]
+    found = record["rows"]
+    for op, Hv in dict.fromkeys((r["op"], r["Hv"]) for r in found if "Hv" in r):
+        rows = {(r["B"], r["N"]): r for r in found if r["op"] == op and r.get("Hv") == Hv}
+        peer = next((f", beside {r['peer']}" for r in rows.values() if "peer" in r), "")
+        parts.append(f"**{op}**, {Hv} value heads{peer}\n\n{_grid('requests', rows)}")
+    for heads in dict.fromkeys(tuple(r["heads"]) for r in found if r["op"] == "attention"):
+        rows = {(f"{r['B']} x {r['T']:,}", r["N"]): r for r in found if tuple(r.get("heads", ())) == heads}
+        title = f"**attention**, {heads[0]} query and {heads[1]} key heads of {heads[2]}"
+        parts.append(f"{title}\n\n{_grid('requests x context', rows)}")
+    return "\n\n".join(parts)
+
+
+def _grid(down: str, rows: dict[tuple[Any, int], Record]) -> str:
+    """Measurements by what stands in front of their line and above their column."""
+
+    def cell(r: Record) -> str:
+        peer = f" ({r['peer_us'] / r['us']:.1f}x)" if "peer_us" in r else ""
+        return f"{r['us']:.1f}, {r['us'] / r['floor_us']:.1f} floors{peer}"
+
+    columns = sorted({n for _, n in rows})
+    lines = [
+        (first, *(cell(rows[first, n]) if (first, n) in rows else "" for n in columns))
+        for first in dict.fromkeys(first for first, _ in rows)
+    ]
+    return _table((down, *(f"{n} nodes" if n > 1 else "1 node" for n in columns)), lines)
+
+
 def start(record: Record) -> str:
     """start.json."""
     phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in record["phases_s"].items())
@@ -99,7 +132,13 @@ def start(record: Record) -> str:
     return f"{_machine(record)}; within a warm process, in seconds: {phases}.\n\n{_table(('what', 'takes'), lines)}"
 
 
-FILES = {"decode.json": decode, "verify.json": verify, "kernels.json": kernels, "start.json": start}
+FILES = {
+    "decode.json": decode,
+    "verify.json": verify,
+    "kernels.json": kernels,
+    "gdn_tree.json": tree,
+    "start.json": start,
+}
 """Result file -> what shows it."""
 
 

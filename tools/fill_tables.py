@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Puts the tables of benchmarks/results/*.json between their markers in README.md and docs/performance-notes.md.
+"""Puts the tables of benchmarks/results/*.json between their markers in README.md and docs/*.md.
 
 python tools/fill_tables.py     a result that is shown nowhere yet gets markers at the end of its section
 """
@@ -17,7 +17,10 @@ sys.path.insert(0, str(ROOT))
 from boleinfer import bench, bench_tables  # noqa: E402
 
 TABLES = {"cpu.json": bench.markdown, **bench_tables.FILES}
-PAGES = {"kernels.json": ("docs/performance-notes.md", "## Kernels on the GPU (`boleinfer bench kernels`)")}
+PAGES = {
+    "kernels.json": ("docs/performance-notes.md", "## Kernels on the GPU (`boleinfer bench kernels`)"),
+    "gdn_tree.json": ("docs/tree-kernel.md", "## What it takes (`boleinfer bench tree`)"),
+}
 README = ("README.md", "## How fast on a GPU")
 BEFORE = "## Where to start reading"  # what a new section of the README is put in front of
 WHAT = {

@@ -1,0 +1,111 @@
+"""`boleinfer bench tree` on the emulated GPU: what it compares, counts and shows, and how it asks for other kernels."""
+
+import json
+
+import pytest
+
+from boleinfer import bench_tables, bench_tree, cli, device, timing
+from boleinfer.bench_peers import measured
+from boleinfer.forest import Tree
+from tests.test_bench_gpu import GPU, pretend  # noqa: F401
+
+PEERS = """
+from typing import NamedTuple
+import numpy as np
+
+class Shape(NamedTuple):
+    key_heads: int
+    value_heads: int
+    width: int
+
+class Tensor(np.ndarray):
+    def double(self): return self.astype(np.float64)
+    def cpu(self): return self
+    def numpy(self): return np.asarray(self)
+
+def graph_us(calls):
+    return float(len(calls) + sum(call() is None for call in calls))
+
+def tree_verify_call(shape, batch, nodes, parents):
+    (Hk, Hv, K), R = shape, batch * nodes
+    q, k, v, a, b, A_log, dt_bias, state = (
+        np.random.default_rng(0).standard_normal(s).view(Tensor)
+        for s in ((1, R, Hk, K), (1, R, Hk, K), (1, R, Hv, K), (R, Hv), (R, Hv), (Hv,), (Hv,), (batch, Hv, K, K))
+    )
+    print("not a result")
+    return lambda: v * 0, dict(q=q, k=k, v=v, a=a, b=b, A_log=A_log, dt_bias=dt_bias), state, parents
+
+def chain_verify_us(shape, batch, nodes, ring, filled):
+    return graph_us([lambda: None])
+
+def decode_us(shape, batch):
+    return graph_us([lambda: 0])
+"""
+
+
+@pytest.fixture
+def small(monkeypatch):
+    for name, value in {"HK": 2, "WIDTH": 16, "VALUE_HEADS": (4,), "REQUESTS": (1, 2), "TREES": (1, 5)}.items():
+        monkeypatch.setattr(bench_tree, name, value)
+    for name, value in {"CHAINS": (3,), "HEADS": ((4, 2, 32),), "NODES": (1, 5), "CONTEXTS": (40,)}.items():
+        monkeypatch.setattr(bench_tree, name, value)
+    monkeypatch.setattr(bench_tree, "BATCHES", (2,))
+    monkeypatch.setattr(bench_tree, "gpu_provenance", lambda: {**GPU, "sources_sha256": "0"})
+    monkeypatch.setattr(bench_tree.device, "memory", lambda: (1 << 30, 1 << 30))
+    monkeypatch.setattr(timing, "copies", lambda nbytes, least=2, most=4: 2)
+
+
+def test_tree(pretend, small, tmp_path, capsys):  # noqa: F811
+    (tmp_path / "gdn_peers.py").write_text(PEERS)
+    file = tmp_path / "gdn_tree.json"
+    assert cli.main(["bench", "tree", "--peers", str(tmp_path), "-o", str(file)]) == 0
+    record = json.loads(file.read_text())
+    assert {"gpu", "driver", "date", "read_gb_s", "source_hash"} <= record.keys()
+    gdn = [row for row in record["rows"] if row["op"] != "attention"]
+    assert [(r["op"], r["N"]) for r in gdn if r["B"] == 2] == [
+        ("tree", 1), ("tree", 5), ("chain", 3), ("token", 1), ("tree with front and back", 1),
+        ("tree with front and back", 5),
+    ]  # fmt: skip
+    for row in gdn:
+        assert row["rel_err"] < 8e-3 and row["rel_err_u"] < 8e-3 and row["ring"] == 16
+        assert ("peer_us" in row) == ("back" not in row["op"])
+        assert ("peer_rel_err" in row) == (row["op"] == "tree")
+    assert [r["peer_us"] for r in gdn if r["op"] in ("chain", "token") and r["B"] == 2] == [128, 64]  # 64 sets each
+    assert [row["T"] for row in record["rows"] if row["op"] == "attention"] == [40, 40]
+    out = capsys.readouterr().out
+    for part in ("**chain**, 4 value heads, beside SGLang", "| 2 x 40 |", "**attention**, 4 query and 2 key heads"):
+        assert part in out, out
+
+
+def test_floor_counts_each_byte_once(pretend, small):  # noqa: F811
+    case = bench_tree.Case("tree", 4, [Tree.of([0] * 3, [-1, 0, 0])] * 2)
+    row = bench_tree.gdn_row(case, read_gb_s=1e-3)  # a byte a microsecond
+    state = 2 * (4 * 4 * 16 * 16 + 16 * (2 * 2 * 16 + 4 * 4 * 17))
+    rows = 6 * (2 * 2 * 2 * 16 + (2 + 2 + 4) * 4 * 16 + 2 * 4 * 4)  # q, k, v, o; u; g, beta
+    assert row["floor_us"] == pytest.approx(state + rows)
+
+
+def test_errors_see_a_wrong_row(pretend, small, monkeypatch):  # noqa: F811
+    case = bench_tree.Case("tree", 4, [Tree.of([0] * 3, [-1, 0, 0])] * 2)
+    honest = bench_tree.gdn
+
+    def spoilt(*args, **named):
+        o, u = honest(*args, **named)
+        if device.on_gpu(o):
+            o[4] = 0
+        return o, u
+
+    monkeypatch.setattr(bench_tree, "gdn", spoilt)
+    row = bench_tree.gdn_row(case, read_gb_s=1.0)
+    assert row["rel_err"] > 0.1 > row["rel_err_u"]
+
+
+def test_other_kernels_get_the_same_trees(tmp_path):
+    (tmp_path / "gdn_peers.py").write_text(PEERS + "\n\ndef graph_us(calls): return len(calls)\n")
+    case = bench_tree.Case("tree", 16, [Tree.of([0] * 3, [-1, 0, 0])] * 2)
+    (found,) = measured(str(tmp_path), [case.asked()])
+    assert found["peer_us"] == 32 and found["peer_rel_err"] == 1  # it gives zeros; a set has 8 states of 1 MB
+
+
+def test_an_unfinished_record_is_shown():
+    assert "floor" in bench_tables.tree({**GPU, "read_gb_s": 1.0, "rows": []})
