@@ -107,6 +107,7 @@ def _described(facts: dict[str, Any], c: ModelConfig, targets: Sequence[Target],
         "mtp_parameters": mtp,
         "weight_bytes": FLOAT * total,
         **_request_bytes(memory),
+        "node": node_bytes(c, memory, FLOAT),
         "gpu": _on_gpu(c, gpu, mtp > 0),
     }
 
@@ -123,11 +124,30 @@ def _on_gpu(c: ModelConfig, weights: Mapping[str, int], mtp: bool) -> dict[str, 
     return {
         "weight_bytes": sum(weights.values()),
         **_request_bytes(needs.memory),
+        "node": node_bytes(c, needs.memory, needs.act),
         "max_model_len": o.context,
         "max_batch": o.max_batch,
         "max_rows": o.max_rows,
         "plan_bytes": {part.name: part.nbytes for part in p.parts},
         "total_bytes": p.total,
+    }
+
+
+def node_bytes(c: ModelConfig, memory: Memory, act: int) -> dict[str, int]:
+    """Bytes of one drafted node in one GDN layer until the commit, and of what a copy for each node would be.
+
+    factors: k, u and g; conv_inputs: the node's; held: both and z, which lies in the same rows as the inputs
+    state, window: the copies
+    """
+    layers = max(1, c.layer_types.count("linear_attention"))
+    factors, inputs = memory.ring // layers, (memory.factors - memory.ring) // layers
+    z = act * c.linear_num_value_heads * c.linear_value_head_dim
+    return {
+        "factors": factors,
+        "conv_inputs": inputs,
+        "held": factors + inputs + z,
+        "state": memory.state // layers,
+        "window": memory.conv // layers,
     }
 
 
@@ -174,8 +194,11 @@ def _memory_table(f: dict[str, Any]) -> list[str]:
     """What each backend takes, side by side."""
     context, sides = f["max_position_embeddings"], (f, f["gpu"])
     whole = [s["state_bytes"] + s["conv_bytes"] + context * s["kv_bytes_per_token"] for s in sides]
-    snapshot = [s["state_bytes"] + s["conv_bytes"] for s in sides]
-    times = [f"{n / s['factor_bytes_per_node']:.0f} times" for n, s in zip(snapshot, sides)]
+    nodes = [s["node"] for s in sides]
+    of_state, of_window = (
+        [f"{n[copy] / n[kept]:.0f} times" for n in nodes]
+        for copy, kept in (("state", "factors"), ("window", "conv_inputs"))
+    )
     rows = [
         ("memory", "CPU (float32)", "GPU (bf16)"),
         ("  weights", *(size(s["weight_bytes"]) for s in sides)),
@@ -183,9 +206,13 @@ def _memory_table(f: dict[str, Any]) -> list[str]:
         ("  a request, convolution windows", *(size(s["conv_bytes"]) for s in sides)),
         ("  a token, keys and values", *(size(s["kv_bytes_per_token"]) for s in sides)),
         (f"  a request of {context} tokens in all", *map(size, whole)),
-        ("  a drafted node, factors", *(size(s["factor_bytes_per_node"]) for s in sides)),
-        ("  a snapshot of the state instead", *map(size, snapshot)),
-        ("    against the factors", *times),
+        ("  a drafted node in a layer, k, u and g", *(size(n["factors"]) for n in nodes)),
+        ("    a copy of the state instead", *(size(n["state"]) for n in nodes)),
+        ("    against k, u and g", *of_state),
+        ("  a drafted node in a layer, convolution", *(size(n["conv_inputs"]) for n in nodes)),
+        ("    a copy of the window instead", *(size(n["window"]) for n in nodes)),
+        ("    against the inputs", *of_window),
+        ("  a drafted node in all layers, with z", *(size(f["gdn_layers"] * n["held"]) for n in nodes)),
     ]
     width = max(len(name) for name, *_ in rows)
     return [f"{name:<{width}}  {cpu:>13}  {gpu:>10}" for name, cpu, gpu in rows]

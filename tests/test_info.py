@@ -3,15 +3,23 @@
 import json
 import math
 import shutil
+from contextlib import nullcontext
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from boleinfer import cli
+from boleinfer import cli, device, kernels
 from boleinfer.config import read_config
+from boleinfer.device_forest import upload
+from boleinfer.forest import Forest, Tree
+from boleinfer.info import node_bytes
+from boleinfer.layers import gated_deltanet
 from boleinfer.llm import BUNDLED
 from boleinfer.memory_plan import Memory
 from boleinfer.published import PUBLISHED
-from boleinfer.state import State
+from boleinfer.state import Batch, State
+from tests import emulator
 from tests.published import stored
 
 ITEM = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
@@ -64,6 +72,42 @@ def test_memory_is_what_the_state_allocates():
     inputs = sum(layer.window[0, 0].nbytes for layer in gdn)
     factors = sum(layer.ring.k.nbytes + layer.ring.u.nbytes + layer.ring.g.nbytes for layer in gdn)
     assert factors == slots * ring * (memory.factors - inputs)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("gpu", [False, True])
+def test_bytes_of_a_node_are_those_of_the_arrays(name, gpu, monkeypatch):
+    """One GDN layer of full width, fed and remembered as the engine does; only its numbers are left out."""
+    if gpu and (problem := emulator.missing()):
+        pytest.skip(problem)
+    full = read_config(PUBLISHED[name])
+    c = replace(full, layer_types=("linear_attention",), num_hidden_layers=1, hidden_size=16)
+    Hk, Hv, R = c.linear_num_key_heads, c.linear_num_value_heads, 3
+    keys, values = Hk * c.linear_key_head_dim, Hv * c.linear_value_head_dim
+    shapes = {"in_proj_qkvz": (2 * (keys + values), 16), "in_proj_ba": (2 * Hv, 16), "out_proj": (16, values)}
+    shapes |= {"conv1d": (2 * keys + values, c.linear_conv_kernel_dim), "A_log": (Hv,), "dt_bias": (Hv,)}
+    shapes["norm"] = (c.linear_value_head_dim,)
+    narrow, act = ("in_proj_qkvz", "in_proj_ba", "out_proj"), device.dtype("bf16") if gpu else np.dtype(np.float32)
+    with emulator.emulated() if gpu else nullcontext():
+        make = device.upload if gpu else np.asarray
+        if gpu:
+            monkeypatch.setattr(kernels, "launch", lambda *args, **kwargs: None)
+        w = {n: make(np.zeros(s, act if n in narrow else np.float32)) for n, s in shapes.items()}
+        state = State(c, slots=1, pages=1, dtype=act, gpu=gpu)
+        state.take(1)
+        forest = Forest.of([Tree.of([0] * R, [-1, 0, 0])], [0])
+        batch = Batch(upload(forest) if gpu else forest, make(np.zeros(1, np.int32)), make(np.zeros((1, 1), np.int32)))
+        _, f = gated_deltanet(make(np.zeros((R, 16), act)), w, c, state.layers[0], batch)
+        layer = state.layers[0]
+        found = {
+            "factors": (f.k.nbytes + f.u.nbytes + f.g.nbytes) // R,
+            "conv_inputs": f.x.nbytes // R,
+            "held": (f.k.nbytes + f.u.nbytes + f.g.nbytes + R * f.x.strides[0]) // R,
+            "state": layer.S.nbytes,
+            "window": layer.window.nbytes,
+        }
+    assert found == node_bytes(full, Memory.of(full, False, act.itemsize, 4), act.itemsize)
+    assert found["state"] >= (100 if gpu and Hv > Hk else 84 if gpu else 63) * found["factors"]
 
 
 def test_info_reads_headers_only(tmp_path, capsys):
