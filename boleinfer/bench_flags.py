@@ -15,7 +15,7 @@ examples:
   boleinfer bench decode --random-weights qwen3.5-9b --batch 1 8 32
   boleinfer bench verify                           what a step of many rows costs there, against one row
   boleinfer bench kernels --only linear            products beside cuBLAS
-  boleinfer bench tree --only gdn --requests 1 32  the delta rule's and attention's trees, beside their floors
+  boleinfer bench tree --requests 1 32             trees in the delta rule and in attention, beside their floors
   boleinfer bench start                            first token of a new process, loading
   boleinfer bench step --random-weights qwen3.5-27b --rows 16     microseconds of each kernel of a step
 
