@@ -22,6 +22,7 @@ commands at a glance:
   boleinfer chat -m Qwen/Qwen3.5-0.8B        talk to a model from the hub
   boleinfer info ~/models/Qwen3.5-9B         what is in a model and how much memory it needs
   boleinfer check                            does every op compute what its definition says on this machine?
+  boleinfer verify                           does speculation change a single token, with your model and prompts?
   boleinfer doctor                           can the GPU be used here, and what to do if not?
   boleinfer bench cpu                        what speculation gains on this machine
 
@@ -55,6 +56,19 @@ examples:
   boleinfer check
   boleinfer check gdn attention                  only the ops whose name contains one of these
   boleinfer check --device cuda --dtype bf16     the kernels, in the types that models run in on a GPU
+"""
+_VERIFY = """\
+examples:
+  boleinfer verify                                  the bundled model, built-in prompts, every drafter
+  boleinfer verify Qwen/Qwen3.5-0.8B -n 200 --temp 0.7 --top-p 0.9
+  boleinfer verify ./my-model --device cuda --prompts prompts.txt --json | jq .verdict
+
+prompts.txt holds a prompt a line; prompts.json an array of strings, which may be longer than a line. Every drafter (or
+the one of --draft), and one that knows the answer and errs now and then, is compared with plain decoding of one prompt
+at a time: greedy, and with the sampling parameters given; one prompt after another, and all in a batch. Answers are of
+up to 48 tokens unless -n says otherwise.
+
+exit status: 0 when all tokens are the same, or differ only where rounding decides; 1 when they differ
 """
 _DOCTOR = """\
 examples:
@@ -124,6 +138,16 @@ def build_parser() -> argparse.ArgumentParser:
         "--dtype", choices=["float32", "bf16"], default="float32", help="type of activations (default: float32)"
     )
     check.set_defaults(run=_run_check)
+
+    verify = command("verify", "compare the tokens of every drafter with plain decoding", _VERIFY)
+    verify.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub id (default: the bundled model)")
+    verify.add_argument("--prompts", metavar="FILE", help="prompts to answer (default: six that are built in)")
+    verify.add_argument("--json", action="store_true", help="print it as one JSON object")
+    _add_quiet(verify)
+    add_sampling_flags(verify, choices=False)
+    add_run_flags(verify)
+    add_hub_flags(verify.add_argument_group("model"))
+    verify.set_defaults(run=_run_verify, draft=None)
 
     doctor = command("doctor", "look whether the GPU can be used here, and say what to do if not", _DOCTOR)
     doctor.add_argument("--json", action="store_true", help="print it as one JSON object")
@@ -225,6 +249,12 @@ def _run_check(args: argparse.Namespace) -> int:
     from boleinfer.check import check
 
     return check(args.ops, args.device, args.dtype)
+
+
+def _run_verify(args: argparse.Namespace) -> int:
+    from boleinfer.verify import verify
+
+    return verify(args)
 
 
 def _run_doctor(args: argparse.Namespace) -> int:

@@ -78,12 +78,6 @@ def test_a_wrong_token_is_a_failure_unless_it_is_a_near_tie():
         assert bool(report.failures) == fails and report.counts[f"first differences {act}"] == 1
 
 
-def test_scripted_drafts_are_spoilt_where_they_should_be():
-    assert tokens._draft([1, 2, 3], 1, wide=False).token.tolist() == [1, 3, 3]
-    wide = tokens._draft([1, 2, 3], 5, wide=True)
-    assert wide.token[wide.path(5)].tolist() == [1, 2, 3] and len(wide) == 6
-
-
 # ---- what other programs say -----------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from boleinfer.llm import BUNDLED, LLM
 from boleinfer.near_tie import BOUNDS, first_difference, gap, spread
 from boleinfer.request import Request
 from boleinfer.sampling import Sampler, SamplingParams
+from boleinfer.verify import spoilt_draft
 from tests.receipt import Report
 from tests.receipt.models import FAMILIES, Tiny, gpu_engine, prompts, real_gpu, sampling, tiny
 from tests.running import Run, engine_of, finish, request_of
@@ -88,7 +89,7 @@ def _scripted(
         def script(request: Request, spoilt: int = spoilt, wide: bool = wide) -> Tree:
             known = right[tuple(request.tokens[: request.prompt_length])]
             at = len(request.generated)
-            return _draft(known[at : at + DRAFTED], spoilt, wide)
+            return spoilt_draft(known[at : at + DRAFTED], spoilt, wide, vocab=470)
 
         requests = _again(asked)
         got = finish(gpu_engine(gpu, act, ScriptedDrafter(script), nodes=2 * DRAFTED), requests)
@@ -99,20 +100,6 @@ def _scripted(
                     seen.add("none" if not accepted else "all" if accepted >= DRAFTED else "some")
                     report.count(f"steps that accepted {accepted} of {DRAFTED}", steps)
     report.expect(seen == {"none", "some", "all"}, f"{what}: of scripted drafts only {sorted(seen)} were accepted")
-
-
-def _draft(tokens: Sequence[int], spoilt: int, wide: bool) -> Tree:
-    """A chain whose token number `spoilt` is wrong; `wide` puts another wrong token beside each."""
-    chain = [(t + 1) % 470 if i == spoilt else t for i, t in enumerate(tokens)]
-    if not wide:
-        return Tree.of(chain, range(-1, len(chain) - 1), 0.9 ** np.arange(1, len(chain) + 1))
-    ids, parents, probs, above = [], [], [], -1
-    for i, token in enumerate(chain):
-        ids += [(token + 2) % 470, token]
-        parents += [above, above]
-        probs += [0.8 * 0.9**i, 0.9 ** (i + 1)]
-        above = len(ids) - 1
-    return Tree.of(ids, parents, probs)
 
 
 def _again(requests: Sequence[Request]) -> list[Request]:
