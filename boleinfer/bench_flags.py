@@ -66,7 +66,7 @@ def add_bench_commands(bench: argparse.ArgumentParser) -> None:
     tree.add_argument("--peers", metavar="FOLDER", help="holds gdn_peers.py: other kernels to run beside GDN's")
 
     start = command("start", "bench_start", "a new process up to its first token, loading", "start.json")
-    start.add_argument("--random-weights", metavar="SIZE", help="of the checkpoint to load (default: qwen3.5-4b)")
+    start.add_argument("--random-weights", metavar="SIZE", help="of the checkpoint to load (default: qwen3.5-9b)")
     start.add_argument("--folder", metavar="DIR", help="where it is written for a while (default: memory)")
 
     step = command("step", "bench_step", "microseconds of each kernel of a decoding step on the GPU")

@@ -60,7 +60,7 @@ def bench_start(args: argparse.Namespace) -> int:
         "import_ms": 1e3 * process_s("from boleinfer import LLM"),
     }
     write(record, output, note=False)
-    size = args.random_weights or "qwen3.5-4b"
+    size = args.random_weights or "qwen3.5-9b"
     config = published(size)
     folder = Path(args.folder) if args.folder else _folder_for(_tensors(config)[1])
     with tempfile.TemporaryDirectory(dir=folder) as made:
