@@ -127,9 +127,10 @@ def gdn_row(case: Case, read_gb_s: float) -> Arrays:
     Hv, B, N = case.Hv, len(case.trees), case.N
     whole = case.op.endswith("back")
     op, rows_of, fixed = (core, rows_of_core, weights(Hv)) if whole else (gdn, rows_of_gdn, {})
-    n = timing.copies(4 * B * Hv * WIDTH * WIDTH, least=2, most=64)
+    rows = [rows_of(Hv, B * N, 0)]
+    n = timing.copies(4 * B * Hv * WIDTH * WIDTH + size(rows[0]), least=2, most=64)
+    rows += [rows_of(Hv, B * N, i) for i in range(1, n)]
     held, forest = memory(Hv, n * B, whole), upload(Forest.of(case.trees, [RING] * B))
-    rows = [rows_of(Hv, B * N, i) for i in range(n)]
     calls = []
     for i in range(n):
         slot = device.upload(np.arange(i * B, (i + 1) * B, dtype=np.int32))

@@ -8,7 +8,18 @@ from statistics import median
 import numpy as np
 import pytest
 
-from boleinfer import bench_gpu, bench_kernels, bench_start, bench_tables, cli, cuda_executor, device, kernels, timing
+from boleinfer import (
+    bench_gpu,
+    bench_kernels,
+    bench_start,
+    bench_tables,
+    bench_tree,
+    cli,
+    cuda_executor,
+    device,
+    kernels,
+    timing,
+)
 from boleinfer.graphs import Eager
 from boleinfer.llm import LLM
 from boleinfer.published import PUBLISHED
@@ -162,16 +173,16 @@ def test_kernels(pretend, monkeypatch, tmp_path, capsys):
         "LINEAR": ((64, 32), (40, 64)),
         "LINEAR_ROWS": (1, 9),
         "SMALL_ROWS": (1, 3),
-        "CONTEXTS": (40,),
-        "NODES": (1, 5),
-        "REQUESTS": (1, 2),
-        "CHAINS": (70,),
+        "PROMPTS": (70,),
         "D": 64,
         "F": 96,
-        "HEADS": (4, 2, 32),
-        "GDN": (2, 4, 16, 16),
+        "HV": 4,
+        "V": 16,
     }.items():
         monkeypatch.setattr(bench_kernels, name, value)
+    for name, value in {"HK": 2, "WIDTH": 16, "HEADS": ((4, 2, 32),)}.items():
+        monkeypatch.setattr(bench_tree, name, value)
+    monkeypatch.setattr(device, "memory", lambda: (1 << 30, 1 << 30))
     monkeypatch.setattr(timing, "copies", lambda nbytes, least=2, most=4: 2)
     monkeypatch.setattr(bench_kernels.products, "has_cublas", lambda: True)
     monkeypatch.setattr(bench_kernels.products, "gemm", lambda x, w, out: None)
@@ -179,8 +190,8 @@ def test_kernels(pretend, monkeypatch, tmp_path, capsys):
     assert cli.main(["bench", "kernels", "-o", str(file)]) == 0
     record = json.loads(file.read_text())
     assert len(record["linear"]) == 4 and all(row["cublas_us"] >= 0 for row in record["linear"])
-    assert [(r["T"], r["N"]) for r in record["attention"]] == [(40, 1), (40, 5), (0, 70)]
-    assert [(r["B"], r["N"]) for r in record["gdn"]] == [(1, 1), (1, 5), (2, 1), (2, 5), (1, 70)]
+    assert [(r["T"], r["N"]) for r in record["attention"]] == [(0, 70)]
+    assert [(r["B"], r["N"]) for r in record["gdn"]] == [(1, 70)]
     assert "| 64 x 32 |" in capsys.readouterr().out
 
 
