@@ -25,6 +25,7 @@ from boleinfer.forest import Forest, Tree
 from boleinfer.ops import relative_error
 from boleinfer.ops.gdn import gdn
 from boleinfer.ops.gdn_inputs import gates, l2_norm
+from boleinfer.options import UsageError
 from boleinfer.ring import Ring
 
 Case = dict[str, Any]
@@ -40,7 +41,10 @@ def measured(folder: str, cases: Sequence[Case]) -> list[dict[str, Any]]:
     """{peer, peer_us}, with trees also peer_rel_err, of each case; {} where there is no such kernel.
 
     cases: op, Hk, Hv, width, ring, filled, and the parents of each request's nodes
-    Raises CalledProcessError where the other process fails; its own words are on stderr."""
+    Raises UsageError for a folder without gdn_peers.py, CalledProcessError where the other process fails, whose own
+    words are on stderr."""
+    if not (Path(folder) / "gdn_peers.py").is_file():
+        raise UsageError(f"--peers names a folder that holds gdn_peers.py; there is none in {folder}")
     command = [sys.executable, "-m", __name__, folder]
     path = os.pathsep.join([str(Path(boleinfer.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}

@@ -7,6 +7,7 @@ import pytest
 from boleinfer import bench_tables, bench_tree, cli, device, timing
 from boleinfer.bench_peers import measured
 from boleinfer.forest import Tree
+from boleinfer.options import UsageError
 from tests.test_bench_gpu import GPU, pretend  # noqa: F401
 
 PEERS = """
@@ -105,6 +106,11 @@ def test_other_kernels_get_the_same_trees(tmp_path):
     case = bench_tree.Case("tree", 16, [Tree.of([0] * 3, [-1, 0, 0])] * 2)
     (found,) = measured(str(tmp_path), [case.asked()])
     assert found["peer_us"] == 32 and found["peer_rel_err"] == 1  # it gives zeros; a set has 8 states of 1 MB
+
+
+def test_a_folder_without_other_kernels_is_a_mistake(tmp_path):
+    with pytest.raises(UsageError, match=r"gdn_peers\.py"):
+        measured(str(tmp_path), [])
 
 
 def test_an_unfinished_record_is_shown():
