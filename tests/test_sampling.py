@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 
 import numpy as np
@@ -14,6 +13,7 @@ from scipy.stats import chisquare, kstest
 
 from boleinfer.forest import Tree
 from boleinfer.sampling import BrokenLogits, Sampler, SamplingParams, TokenHistory, accept, new_seed, philox, uniform
+from tests.exact import slow_distribution
 
 QUICK = settings(max_examples=150, deadline=None)
 
@@ -83,36 +83,6 @@ def test_f53_every_seed_is_its_own_stream_and_repeats():
 
 
 # --- the distribution -------------------------------------------------------------------------------------------------
-
-
-def slow_distribution(params, logits, prompt, output, ends, allowed):
-    """{id: probability}, from the documented rules alone, one token at a time."""
-    x = {i: float(v) for i, v in enumerate(logits)}
-    for i, bias in (params.logit_bias or {}).items():
-        x[i] += bias
-    count = Counter(output)
-    for i in set(prompt) | set(output):
-        x[i] = x[i] / params.repetition_penalty if x[i] > 0 else x[i] * params.repetition_penalty
-        x[i] -= params.frequency_penalty * count[i] + params.presence_penalty * (count[i] > 0)
-    if len(output) < params.min_tokens:
-        for i in set(params.stop_token_ids) | (set() if params.ignore_eos else set(ends)):
-            x[i] = -math.inf
-    x = {i: v for i, v in x.items() if allowed[i] and v > -math.inf}
-    falling = sorted(x, key=lambda i: (-x[i], i))
-    if params.temperature < 1e-5:
-        return {falling[0]: 1.0}
-    top = x[falling[0]]
-    weight = {i: math.exp((x[i] - top) / params.temperature) for i in falling}
-    if params.top_k > 0:
-        falling = falling[: params.top_k]
-    if params.top_p < 1:
-        whole, kept = math.fsum(weight[i] for i in falling), []
-        while falling and (not kept or math.fsum(weight[i] for i in kept) < params.top_p * whole):
-            kept.append(falling.pop(0))
-        falling = kept
-    falling = [i for i in falling if weight[i] >= params.min_p]
-    whole = math.fsum(weight[i] for i in falling)
-    return {i: weight[i] / whole for i in falling if weight[i] / whole > 0}
 
 
 VALUES = {
