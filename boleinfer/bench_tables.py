@@ -83,36 +83,34 @@ def kernels(record: Record) -> str:
 
 
 def tree(record: Record) -> str:
-    """gdn_tree.json: requests down and nodes across, for every op and number of heads."""
+    """gdn_tree.json: heads and requests down and nodes across, for every op."""
     parts = [
         f"{_machine(record)}: microseconds of one layer, how many times its floor (bytes at {record['read_gb_s']:,.0f} "
-        "GB/s) that is, and in brackets how many times as long the other kernel takes."
+        "GB/s) that is, and in brackets how many times as long the other kernel takes in the same run."
     ]
-    found = record["rows"]
-    for op, Hv in dict.fromkeys((r["op"], r["Hv"]) for r in found if "Hv" in r):
-        rows = {(r["B"], r["N"]): r for r in found if r["op"] == op and r.get("Hv") == Hv}
-        peer = next((f", beside {r['peer']}" for r in rows.values() if "peer" in r), "")
-        parts.append(f"**{op}**, {Hv} value heads{peer}\n\n{_grid('requests', rows)}")
-    for heads in dict.fromkeys(tuple(r["heads"]) for r in found if r["op"] == "attention"):
-        rows = {(f"{r['B']} x {r['T']:,}", r["N"]): r for r in found if tuple(r.get("heads", ())) == heads}
-        title = f"**attention**, {heads[0]} query and {heads[1]} key heads of {heads[2]}"
-        parts.append(f"{title}\n\n{_grid('requests x context', rows)}")
+    for op in dict.fromkeys(r["op"] for r in record["rows"]):
+        found = [r for r in record["rows"] if r["op"] == op]
+        if op == "attention":
+            lines = [f"{r['heads'][0]} / {r['heads'][1]}, {r['B']} x {r['T']:,}" for r in found]
+            parts.append(f"**{op}**\n\n{_grid('query / key heads, requests x context', lines, found)}")
+        else:
+            lines = [f"{r['Hv']}, {r['B']}" for r in found]
+            peer = next((f", beside {r['peer']}" for r in found if "peer" in r), "")
+            parts.append(f"**{op}**{peer}\n\n{_grid('value heads, requests', lines, found)}")
     return "\n\n".join(parts)
 
 
-def _grid(down: str, rows: dict[tuple[Any, int], Record]) -> str:
-    """Measurements by what stands in front of their line and above their column."""
+def _grid(title: str, lines: list[str], rows: list[Record]) -> str:
+    """Measurements, each in the line named beside it and in the column of its nodes."""
+    cells = {(line, r["N"]): _cell(r) for line, r in zip(lines, rows)}
+    columns = sorted({n for _, n in cells})
+    body = [(line, *(cells.get((line, n), "") for n in columns)) for line in dict.fromkeys(lines)]
+    return _table((title, *(f"{n} nodes" if n > 1 else "1 node" for n in columns)), body)
 
-    def cell(r: Record) -> str:
-        peer = f" ({r['peer_us'] / r['us']:.1f}x)" if "peer_us" in r else ""
-        return f"{r['us']:.1f}, {r['us'] / r['floor_us']:.1f} floors{peer}"
 
-    columns = sorted({n for _, n in rows})
-    lines = [
-        (first, *(cell(rows[first, n]) if (first, n) in rows else "" for n in columns))
-        for first in dict.fromkeys(first for first, _ in rows)
-    ]
-    return _table((down, *(f"{n} nodes" if n > 1 else "1 node" for n in columns)), lines)
+def _cell(r: Record) -> str:
+    peer = f" ({r['peer_us'] / r['us']:.1f}x)" if "peer_us" in r else ""
+    return f"{r['us']:.1f}, {r['us'] / r['floor_us']:.1f} floors{peer}"
 
 
 def start(record: Record) -> str:
