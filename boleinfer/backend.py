@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from boleinfer import device, device_weights, driver, kernels, memory_plan, models, random_weights, weights
 from boleinfer.config import ConfigError, ModelConfig
-from boleinfer.cuda_executor import CudaExecutor, DraftPlan
+from boleinfer.cuda_executor import DRAFT_PLANS, SMALLEST, CudaExecutor, DraftPlan
 from boleinfer.decoder import Decoder
 from boleinfer.executor import Executor, HostExecutor
 from boleinfer.memory_plan import Needs, Options
@@ -130,9 +130,12 @@ def load_cuda(
     return executor
 
 
-def drafting(o: Options, drafts: bool) -> DraftPlan | None:
-    """How the MTP layer drafts on the GPU, where it does."""
-    return DraftPlan(depth=min(4, o.draft_depth)) if drafts and o.draft_nodes and o.draft_depth else None
+def drafting(o: Options, drafts: bool) -> tuple[DraftPlan, ...]:
+    """The ways in which the MTP layer drafts on the GPU, where it does."""
+    if not (drafts and o.draft_nodes and o.draft_depth):
+        return ()
+    plans = [replace(plan, depth=min(plan.depth, o.draft_depth)) for plan in DRAFT_PLANS]
+    return tuple(p for p in plans if p == plans[0] or (p.depth > plans[0].depth and o.draft_nodes > SMALLEST))
 
 
 def _state(config: ModelConfig, o: Options, model: Decoder, act: np.dtype, gpu: bool) -> State:

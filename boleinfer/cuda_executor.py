@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from boleinfer import device
+from boleinfer.costs import CostTable
 from boleinfer.decoder import Decoder
 from boleinfer.device import Array
 from boleinfer.device_draft import Drafts, candidates, grow, keep
 from boleinfer.device_forest import upload as upload_forest
 from boleinfer.device_forest import upload_paths
 from boleinfer.device_sampling import SamplingTable
-from boleinfer.device_step import Chain, Emitted, Part, Slots, Step, StepInputs, accept, follow, plant
-from boleinfer.draft.device import is_own
+from boleinfer.device_step import EMPTY, Chain, Emitted, Part, Slots, Step, StepInputs, accept, follow, plant
 from boleinfer.executor import Outcome
 from boleinfer.forest import Forest, Tree
 from boleinfer.graphs import Eager, Graphs
@@ -35,32 +35,39 @@ SMALLEST, LARGEST_CAPTURED = 8, 128  # rows of an envelope; larger steps read pr
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """How the GPU drafts with the MTP layer (draft.mtp.MTPDrafter explains each), and how much of it is kept."""
+    """A way in which the GPU drafts with the MTP layer (draft.mtp.MTPDrafter explains each), and what of it is kept."""
 
     top_k: int = 2
     width: int = 1
     depth: int = 4
     worth: float = 0.0
-    least: float = 0.1
+    least: float = 0.01
+
+
+DRAFT_PLANS = DraftPlan(), DraftPlan(top_k=4, width=4, depth=8)  # few: each is captured with each envelope
+
+
+def sampled_rows(max_batch: int, draft_nodes: int) -> int:
+    """Rows of a step after which a token may be sampled, at most: a draft's go into a captured step."""
+    return max_batch + min(max_batch * max(1, draft_nodes), LARGEST_CAPTURED)
 
 
 class _Frame:
-    """The arrays of one envelope of rows."""
+    """The arrays of one envelope of rows. logits: of the rows inputs.wanted, by way to draft, once a step has run."""
 
-    def __init__(
-        self, rows: int, requests: int, sampled: int, slots: Slots, drafting: DraftPlan | None, D: int, act: Any
-    ):
-        B = min(requests, rows)
-        self.inputs = StepInputs(rows, B, min(rows, sampled))
+    def __init__(self, rows: int, requests: int, sampled: int, slots: Slots):
+        self.inputs = StepInputs(rows, min(requests, rows), min(rows, sampled))
         self.step = Step(self.inputs, slots)
+        self.chain = Chain(self.step)
         self.token = device.buffer((rows,), np.int32, poison=True)
-        self.logits: Array = None  # of the rows inputs.wanted, once a step has run
+        self.logits: dict[int, Array] = {}
+        self.drafts: dict[int, tuple[Drafts, Array]] = {}  # by way, and their hidden rows
         self.parts: list[Part] | None = None  # what the inputs on the GPU say
-        if drafting is not None:
-            d = drafting
-            self.chain = Chain(self.step)
-            self.drafts = Drafts(B, d.top_k, d.width, d.depth, d.worth, d.least)
-            self.hidden = device.buffer((self.drafts.hidden_count, D), act, poison=True)
+
+    def add_drafts(self, way: int, d: DraftPlan, D: int, act: Any) -> None:
+        """The arrays of a way to draft."""
+        drafts = Drafts(self.inputs.requests, d.top_k, d.width, d.depth, d.worth, d.least)
+        self.drafts[way] = drafts, device.buffer((drafts.hidden_count, D), act, poison=True)
 
 
 class CudaExecutor:
@@ -69,7 +76,7 @@ class CudaExecutor:
     allowed:   bool [vocab], the ids that are tokens
     max_batch: requests of a step; max_rows: rows of a step; draft_nodes: guesses of a request and step
     pages:     pages of a request, at most
-    drafting:  None when the GPU does not draft
+    drafting:  the ways in which the GPU drafts, numbered from 1
     graphs:    False launches kernel by kernel
     """
 
@@ -82,26 +89,32 @@ class CudaExecutor:
         max_rows: int,
         draft_nodes: int,
         pages: int,
-        drafting: DraftPlan | None = None,
+        drafting: Sequence[DraftPlan] = (),
         graphs: bool = True,
     ):
         self.model, self.state = model, state
+        self.price: Callable[[], CostTable | None] = lambda: None
         self.runner: Eager | Graphs = Graphs() if graphs else Eager()
         self._max_batch, self._max_rows, self._draft_nodes = max_batch, max_rows, max(1, draft_nodes)
-        self._drafting = drafting if draft_nodes else None
+        self._drafting = tuple(drafting) if draft_nodes else ()
+        self.depths: Sequence[int] = [d.depth for d in self._drafting]
         self._slots = Slots(state.slots.size, pages, self._draft_nodes)
         self._sampling = SamplingTable(state.slots.size, model.config.vocab_size, allowed)
         self._frames: dict[int, _Frame] = {}
+        self._drafts: dict[int, Tree] = {}  # of the slots, as far as the host knows
 
     def admit(self, request: Request) -> None:
         place = request.home
+        self._drafts[place.slot] = EMPTY
         with self.runner.on():
-            self._slots.admit(place.slot, place.pages)
+            self._slots.admit(place.slot, place.pages, request.committed)
             self._sampling.set(place.slot, request.sampler, request.tokens)
 
-    def start(self, works: Sequence[Work]) -> Callable[[], list[Outcome]]:
-        frame = self._frame(sum(len(w.tree) for w in works))
+    def start(self, works: Sequence[Work], way: int = 0) -> Callable[[], list[Outcome]]:
+        frame = self._frame(sum(len(w.tree) for w in works), way)
         parts = [self._part(w) for w in works]
+        if len(parts) == 1 and isinstance(nodes := parts[0].draft, int) and nodes:  # its other rows would be empty
+            parts[0] = parts[0]._replace(draft=max(nodes, min(frame.inputs.rows - works[0].known, self._draft_nodes)))
         plain = all(p.known is None and isinstance(p.draft, int) for p in parts)  # last tokens and drafts are there
         if not plain or parts != frame.parts:
             frame.inputs.fill(parts)
@@ -109,24 +122,29 @@ class CudaExecutor:
             with self.runner.on():
                 frame.inputs.send()
         with self.runner.on():
-            self.runner.run(frame.inputs.rows, lambda: self._step(frame))
-            fetched = frame.step.results.fetch(len(works))
-        return lambda: [self._outcome(frame, b, w, emitted) for b, (w, emitted) in enumerate(zip(works, fetched()))]
+            self.runner.run((frame.inputs.rows, way), lambda: self._step(frame, way))
+            fetched = frame.step.results.fetch(len(works), drafts=way > 0)
+        return lambda: [
+            self._outcome(frame, way, b, w, emitted) for b, (w, emitted) in enumerate(zip(works, fetched()))
+        ]
 
     def may_repeat(self, works: Sequence[Work]) -> bool:
-        """Only plain decoding and the GPU's own drafts go on by themselves, and only where there is room."""
+        """Only plain decoding and a lone request's draft of the GPU's go on by themselves, and only where there is room.
+
+        Several requests share the rows by what the drafts turn out to be, which is for the host to read."""
+        longest = max(self.depths, default=0)
         return all(
             w.decodes
-            and (w.drafted == 0 or is_own(w.draft))
+            and (w.drafted == 0 or (len(works) == 1 and self._is_own(w)))
             and w.request.params.logprobs is None
-            and len(w.request.tokens) + w.drafted + 1 < w.request.limit
+            and len(w.request.tokens) + (longest if w.drafted else 0) + 1 < w.request.limit
             for w in works
         )
 
-    def repeat(self, rows: int) -> None:
+    def repeat(self, rows: int, way: int = 0) -> None:
         """Queues the last step of so many rows again, as the GPU stands now; to measure, on requests to be dropped."""
-        frame = self._frame(rows)
-        self.runner.run(frame.inputs.rows, lambda: self._step(frame))
+        frame = self._frame(rows, way)
+        self.runner.run((frame.inputs.rows, way), lambda: self._step(frame, way))
 
     def logits(self, tokens: Sequence[int], start: int, place: Place) -> np.ndarray:
         with self.runner.on():
@@ -135,94 +153,117 @@ class CudaExecutor:
             batch = Batch(upload_forest(chain), slot, device.upload(place.pages[None]))
             hidden, pending = self.model.forward(batch, self.state)
             self.state.commit(batch, pending, upload_paths(chain, [np.arange(len(tokens))]))
-            n = self._max_batch * (1 + self._draft_nodes)  # rows whose logits a step holds as well
+            n = sampled_rows(self._max_batch, self._draft_nodes)  # rows whose logits a step holds as well
             pieces = [hidden[i : i + n] for i in range(0, len(tokens), n)]
             return np.concatenate([device.download(self.model.logits(piece)) for piece in pieces])
 
-    def _step(self, frame: _Frame) -> object:
+    def _step(self, frame: _Frame, way: int) -> object:
         """All launches of a step; returns the arrays that are read after it."""
         inputs, step, slots = frame.inputs, frame.step, self._slots
         plant(inputs, slots, step)
         batch = Batch(step.forest, step.slot, step.page_table)
         hidden, pending = self.model.forward(batch, self.state)  # [R, D]
         wanted = inputs.on.wanted
-        frame.logits = self.model.logits(embedding(wanted, hidden))  # [n, vocab]
-        self._sampling.sample(frame.logits, wanted, step.forest, step.slot, step.root, frame.token)
+        frame.logits[way] = logits = self.model.logits(embedding(wanted, hidden))  # [n, vocab]
+        self._sampling.sample(logits, wanted, step.forest, step.slot, step.root, frame.token)
         accept(frame.token, inputs, slots, step)
         self.state.commit(batch, pending, step.paths)
         self._sampling.advance_history(step.results.token, step.results.count, step.slot)
-        if self._drafting is not None:
-            self._draft(frame, hidden)
-        return frame.logits
+        if self._drafting:
+            follow(inputs, slots, step, frame.chain)
+            accepted = Batch(frame.chain.forest, step.slot, step.page_table)
+            pairs = frame.chain.forest.token, embedding(frame.chain.hidden_row, hidden), frame.chain.forest.position
+            if way:
+                self._draft(frame, way, self.model.mtp(*pairs, accepted, self.state))
+            else:
+                self.model.mtp_memory(*pairs, accepted, self.state)
+        return logits
 
-    def _draft(self, frame: _Frame, hidden: Array) -> None:
-        """The MTP layer over the accepted rows, then its tree for the next step, into the slots."""
-        inputs, step, chain, drafts = frame.inputs, frame.step, frame.chain, frame.drafts
-        follow(inputs, self._slots, step, chain)
-        batch = Batch(chain.forest, step.slot, step.page_table)
-        y = self.model.mtp(
-            chain.forest.token, embedding(chain.hidden_row, hidden), chain.forest.position, batch, self.state
-        )
-        device.write(frame.hidden[drafts.hidden_rows(0)], embedding(chain.last_row, y))
+    def _draft(self, frame: _Frame, way: int, y: Array) -> None:
+        """The MTP layer's tree for the next step, into the slots. y: the layer's rows of the accepted tokens."""
+        inputs, step, last = frame.inputs, frame.step, frame.chain.last_row
+        drafts, hidden = frame.drafts[way]
+        device.write(hidden[drafts.hidden_rows(0)], embedding(last, y))
         tree = Batch(drafts.forest, step.slot, step.page_table)
         for level in range(drafts.levels + 1):
-            rows = chain.last_row if level == 0 else drafts.row
-            logits = self.model.logits(frame.hidden[drafts.hidden_rows(level)])
-            grow(drafts, level, *candidates(logits, drafts.top_k, rows), inputs, self._slots)
+            logits = self.model.logits(hidden[drafts.hidden_rows(level)])
+            found = candidates(logits, drafts.top_k, drafts.row if level else last)
+            grow(drafts, level, *found, inputs, self._slots)
             if level < drafts.levels:
-                source = embedding(drafts.source, frame.hidden)
+                source = embedding(drafts.source, hidden)
                 y = self.model.mtp(drafts.token, source, drafts.position, tree, self.state, drafts.row)
-                device.write(frame.hidden[drafts.hidden_rows(level + 1)], y)
-        keep(drafts, inputs, self._slots)
+                device.write(hidden[drafts.hidden_rows(level + 1)], y)
+        keep(drafts, inputs, self._slots, step.results)
 
-    def _frame(self, rows: int) -> _Frame:
-        """The smallest envelope that holds so many rows, made and rehearsed when it is first asked for."""
+    def _frame(self, rows: int, way: int) -> _Frame:
+        """The smallest envelope that holds so many rows, made and rehearsed when it is first asked for in this way."""
         size = SMALLEST
         while size < rows:
             size *= 2
         size = min(size, self._max_rows)
         if size not in self._frames:
-            sampled = self._max_batch * (1 + self._draft_nodes)
-            c, act = self.model.config, self.state.dtype
-            frame = _Frame(size, self._max_batch, sampled, self._slots, self._drafting, c.hidden_size, act)
-            self._frames[size] = frame
+            sampled = sampled_rows(self._max_batch, self._draft_nodes)
+            self._frames[size] = _Frame(size, self._max_batch, sampled, self._slots)
+        frame = self._frames[size]
+        if way not in frame.logits:
+            if way:
+                frame.add_drafts(way, self._drafting[way - 1], self.model.config.hidden_size, self.state.dtype)
+            frame.logits[way] = None
             if size <= LARGEST_CAPTURED:
+                frame.inputs.fill(())  # nobody takes part
+                frame.parts = None
                 with self.runner.on():
-                    frame.inputs.send()  # nobody takes part
-                    self.runner.rehearse(size, lambda: self._step(frame))
-        return self._frames[size]
+                    frame.inputs.send()
+                    self.runner.rehearse((size, way), lambda: self._step(frame, way))
+        return frame
+
+    def _is_own(self, work: Work) -> bool:
+        """Whether a work's draft is the likeliest nodes of its slot's, so that the GPU knows it."""
+        draft, own = work.draft, self._drafts[work.request.home.slot]
+        n = len(draft)
+        return 0 < n <= len(own) and bool(
+            (draft.token == own.token[:n]).all() and (draft.parent == own.parent[:n]).all()
+        )
 
     def _part(self, work: Work) -> Part:
         """What the GPU has to know of a work. A decoding request's last token is there already."""
         request, m = work.request, work.known
-        draft = work.draft
+        draft: Tree | int = work.draft
+        if not work.drafted:
+            draft = 0
+        elif self._is_own(work):
+            draft = work.drafted
         goes_on = request.committed + m < len(request.tokens)
         room = request.limit - len(request.tokens) - 1 - work.drafted  # what the next step may still draft
         return Part(
             slot=request.home.slot,
             known=None if work.decodes else work.tree.token[:m],
-            draft=len(draft) if is_own(draft) else draft,
+            draft=draft,
             complete=work.complete,
             next_token=request.tokens[request.committed + m] if goes_on else -1,
             draft_nodes=self._draft_nodes if room > 0 and work.complete else 0,
             draft_depth=min(max(0, room), self._draft_nodes),
         )
 
-    def _outcome(self, frame: _Frame, b: int, work: Work, emitted: Emitted) -> Outcome:
+    def _outcome(self, frame: _Frame, way: int, b: int, work: Work, emitted: Emitted) -> Outcome:
+        draft = emitted.draft if self._drafting else None
+        if work.request.place is not None:
+            self._drafts[work.request.place.slot] = emitted.draft
         if emitted.error:
             return Outcome(0, error=BROKEN[emitted.error])
         if not work.complete:
-            return Outcome(work.known)
+            return Outcome(work.known, draft=draft)
         tokens = emitted.tokens
         logprobs: list[dict[int, float] | None] = [None] * len(tokens)
         if work.request.params.logprobs is not None:
-            rows = self._logits(frame, b, work.known - 1, len(tokens))
+            rows = self._logits(frame, way, b, work.known - 1, len(tokens))
             logprobs = [work.request.sampler.logprobs(row, token) for row, token in zip(rows, tokens)]
-        return Outcome(work.known - 1 + len(tokens), tokens, emitted.drafted, logprobs)
+        return Outcome(work.known - 1 + len(tokens), tokens, emitted.drafted, logprobs, draft=draft)
 
-    def _logits(self, frame: _Frame, b: int, root: int, n: int) -> np.ndarray:
+    def _logits(self, frame: _Frame, way: int, b: int, root: int, n: int) -> np.ndarray:
         """The logits [n, vocab] along the path of request b, from its root on."""
         first = int(frame.inputs.host.start[b])
         path = device.download(frame.step.paths.row)[first + root : first + root + n]
         wanted = frame.inputs.host.wanted.tolist()
-        return np.stack([device.download(frame.logits[wanted.index(row)]) for row in path.tolist()])
+        logits = frame.logits[way]
+        return np.stack([device.download(logits[wanted.index(row)]) for row in path.tolist()])

@@ -9,12 +9,12 @@ import numpy as np
 from boleinfer import device
 from boleinfer.config import ModelConfig
 from boleinfer.device import Array
-from boleinfer.layers import Weights, gated_attention, gated_deltanet
+from boleinfer.layers import Weights, gated_attention, gated_deltanet, remember
 from boleinfer.ops.embedding import embedding
 from boleinfer.ops.linear import linear
 from boleinfer.ops.norms import add_rms_norm, joined_rms_norm, rms_norm
 from boleinfer.ops.rope import rope_table
-from boleinfer.state import Batch, Factors, GDNLayer, State
+from boleinfer.state import Batch, Factors, GDNLayer, KVLayer, State
 
 FFN = Callable[[Array, Weights, ModelConfig], Array]
 Watch = Callable[[int, Array], None]
@@ -32,12 +32,12 @@ class Decoder:
         inv_freq = config.rope.inv_freq()  # [rotary/2]
         self._inv_freq = device.upload(inv_freq) if device.on_gpu(weights["norm"]) else inv_freq
         self._layers = [_under(weights, f"layers.{i}.") for i in range(config.num_hidden_layers)]
-        self._mtp = _under(weights, "mtp.layers.0.") if "mtp.fc" in weights else None
+        self._mtp: dict = _under(weights, "mtp.layers.0.") if "mtp.fc" in weights else {}
 
     @property
     def has_mtp(self) -> bool:
         """Whether the checkpoint brought an MTP layer."""
-        return self._mtp is not None
+        return bool(self._mtp)
 
     def forward(self, batch: Batch, state: State, watch: Watch | None = None) -> tuple[Array, list[Factors | None]]:
         """All rows of the forest through all layers.
@@ -80,17 +80,29 @@ class Decoder:
 
         x = fc [norm(embedding(token)) ; norm(hidden)], then a full-attention layer with a KV cache of its own
         (equation: transformers' MtpModel)."""
-        c, w, memory, eps, all_ = self.config, self._mtp, state.mtp, self.config.rms_norm_eps, self.weights
-        if w is None or memory is None:
+        c, w, eps = self.config, self._mtp, self.config.rms_norm_eps
+        stream, x, rotation, memory = self._mtp_inputs(token, hidden, position, state)
+        y = gated_attention(x, w["self_attn"], c, memory, batch, rotation, rows)
+        x = add_rms_norm(stream, y, w["post_attention_layernorm"], eps)
+        return add_rms_norm(stream, self.ffn(x, w["mlp"], c), self.weights["mtp.norm"], eps)
+
+    def mtp_memory(self, token: Array, hidden: Array, position: Array, batch: Batch, state: State) -> None:
+        """Of a pass of the MTP layer over all rows of the batch what later ones need: its keys and values."""
+        _, x, rotation, memory = self._mtp_inputs(token, hidden, position, state)
+        remember(x, self._mtp["self_attn"], self.config, memory, batch, rotation)
+
+    def _mtp_inputs(
+        self, token: Array, hidden: Array, position: Array, state: State
+    ) -> tuple[Array, Array, tuple[Array, Array], KVLayer]:
+        """The MTP layer's residual stream and its normed rows [n, D], their rotation, and the layer's pages."""
+        w, eps, all_ = self._mtp, self.config.rms_norm_eps, self.weights
+        if not w or state.mtp is None:
             raise ValueError("this checkpoint, or the state made for it, has no MTP layer")
         e = embedding(token, all_["embed_tokens"], state.dtype)
         x = joined_rms_norm(e, all_["mtp.pre_fc_norm_embedding"], hidden, all_["mtp.pre_fc_norm_hidden"], eps)
         stream = linear(x, all_["mtp.fc"])  # [n, D]
-        rotation = rope_table(position, self._inv_freq, c.rope.attention_factor)
-        x = rms_norm(stream, w["input_layernorm"], eps)
-        y = gated_attention(x, w["self_attn"], c, memory, batch, rotation, rows)
-        x = add_rms_norm(stream, y, w["post_attention_layernorm"], eps)
-        return add_rms_norm(stream, self.ffn(x, w["mlp"], c), all_["mtp.norm"], eps)
+        rotation = rope_table(position, self._inv_freq, self.config.rope.attention_factor)
+        return stream, rms_norm(stream, w["input_layernorm"], eps), rotation, state.mtp
 
 
 def _under(weights: Weights, prefix: str) -> dict:

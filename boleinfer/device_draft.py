@@ -6,7 +6,7 @@
         ids, prob = candidates(logits, top_k, rows)         rows: last_row at level 0, then drafts.row
         grow(drafts, level, ids, prob, inputs, slots)       what to run next: token, row, source, position, forest
         hidden[drafts.hidden_rows(level + 1)] = the MTP layer over it (not after the last level)
-    keep(drafts, inputs, slots)
+    keep(drafts, inputs, slots, results)
 
 The tree is that of draft.mtp.MTPDrafter, with three differences: probabilities are float32 products, nodes that are
 equally likely come in the order of their logits and ids (there in any order), and the draft is stored with the likelier
@@ -20,10 +20,11 @@ import numpy as np
 from boleinfer import device, kernels
 from boleinfer.device import Array
 from boleinfer.device_forest import TREE_ROWS
-from boleinfer.device_step import Slots, StepInputs, forest_rows, new_forest
+from boleinfer.device_step import Results, Slots, StepInputs, forest_rows, new_forest
 
 MOST_CHILDREN, MOST_CANDIDATES = 8, 512  # of a node, of a request
 _THREADS, _PART = 256, 4096  # of a block of candidates: threads, and logits
+_DRAFT = ("draft_token", "draft_parent", "draft_prob", "draft_count")
 
 
 class Drafts:
@@ -127,14 +128,17 @@ def grow(drafts: Drafts, level: int, ids: Array, prob: Array, inputs: StepInputs
     kernels.launch("draft.cu", "grow", B, block, args, constants={"Top": d.top_k})
 
 
-def keep(drafts: Drafts, inputs: StepInputs, slots: Slots) -> None:
-    """The likeliest candidates, as many as draft_nodes allows, become the slots' drafts for the next step."""
+def keep(drafts: Drafts, inputs: StepInputs, slots: Slots, results: Results) -> None:
+    """The likeliest candidates, as many as draft_nodes allows, become the slots' drafts for the next step.
+
+    The host is told of them in the results."""
     C, L = drafts.candidate_prob.shape[1], slots.draft_token.shape[1]
     args = {
         **_candidates(drafts),
         "slot": inputs.on.slot,
         "limit": inputs.on.draft_nodes,
-        **{name: getattr(slots, name) for name in ("draft_token", "draft_parent", "draft_prob", "draft_count")},
+        **{name: getattr(slots, name) for name in _DRAFT},
+        **{f"told_{name}": getattr(results, name) for name in _DRAFT},
         "C": C,
         "L": L,
         "least": drafts.least,

@@ -5,7 +5,7 @@
     accept(sampled, inputs, slots, step)       step.paths for the commit, step.results for the host
     follow(inputs, slots, step, chain)         the chain of accepted rows for the MTP layer
     ... the next draft (device_draft.py) ...
-    step.results.fetch(B)                      one copy to the host
+    step.results.fetch(B)                      one copy to the host: what came out, and the next draft
 
 Nothing between the two copies reads GPU data on the host, so that all of it can be captured in a graph.
 """
@@ -23,6 +23,7 @@ from boleinfer.device_forest import TREE_ROWS, WORDS, DeviceForest, Paths
 from boleinfer.forest import Tree
 
 _BLOCK = 256  # threads of a request
+EMPTY = Tree.chain([])
 
 
 class Part(NamedTuple):
@@ -166,29 +167,33 @@ class Emitted(NamedTuple):
     tokens:  sampled along the accepted path, in order; empty when the prompt goes on or on an error
     drafted: rows that were guesses; len(tokens) - 1 of them were right
     error:   0, or the negative number that was sampled where the last known token's logits are broken
+    draft:   the slot's draft for the next step
     """
 
     tokens: list[int]
     drafted: int
     error: int
+    draft: Tree
 
 
 class Results:
-    """What the host has to know of a step, int32 views of one GPU buffer for up to B requests.
+    """What the host has to know of a step, views of one GPU buffer for up to B requests.
 
     count [B], tokens that came out; error [B]; drafted [B]; token [B, L+1]
+    draft_count [B], draft_token, draft_parent, draft_prob [B, L]: as in Slots, where the step drafts
     """
 
     def __init__(self, requests: int, draft_nodes: int) -> None:
-        B = requests
-        self.buffer = _minus_ones((B * (draft_nodes + 4),))
+        self._shape = requests, draft_nodes
+        self.buffer = _minus_ones((requests * (4 * draft_nodes + 5),))
         self._copies = [device.pinned(self.buffer.nbytes).view(np.int32) for _ in range(2)]  # of this and the last step
-        self.count, self.error, self.drafted = (self.buffer[i * B : (i + 1) * B] for i in range(3))
-        self.token = self.buffer[3 * B :].reshape(B, draft_nodes + 1)
+        self.count, self.error, self.drafted, self.draft_count, self.token, *draft = self._views(self.buffer)
+        self.draft_token, self.draft_parent, self.draft_prob = draft
 
-    def fetch(self, requests: int) -> Callable[[], list[Emitted]]:
+    def fetch(self, requests: int, drafts: bool) -> Callable[[], list[Emitted]]:
         """Queues the copy to the host; what it returns waits for it and gives the first requests' outcomes.
 
+        drafts: whether the step has drafted
         They have to be taken before the results of the next step but one are fetched."""
         self._copies.reverse()
         copy = self._copies[0]
@@ -196,16 +201,27 @@ class Results:
 
         def outcomes() -> list[Emitted]:
             done()
-            return self.parse(copy, requests)
+            return self.parse(copy, requests, drafts)
 
         return outcomes
 
-    def parse(self, buffer: np.ndarray, requests: int) -> list[Emitted]:
+    def parse(self, buffer: np.ndarray, requests: int, drafts: bool) -> list[Emitted]:
         """The first requests' outcomes from a copy of the buffer."""
-        B = len(self.count)
-        count, error, drafted = buffer[: 3 * B].reshape(3, B).tolist()
-        token = buffer[3 * B :].reshape(B, -1)
-        return [Emitted(token[b, : count[b]].tolist(), drafted[b], error[b]) for b in range(requests)]
+        *numbers, token, draft_token, draft_parent, draft_prob = self._views(buffer)
+        found = []
+        for b, (count, error, drafted, nodes) in enumerate(zip(*(array[:requests].tolist() for array in numbers))):
+            draft = EMPTY
+            if drafts and nodes > 0:
+                draft = Tree(*(array[b, :nodes].copy() for array in (draft_token, draft_parent, draft_prob)))
+            found.append(Emitted(token[b, :count].tolist(), drafted, error, draft))
+        return found
+
+    def _views(self, buffer: Array) -> list[Array]:
+        B, L = self._shape
+        ends = np.cumsum([0, B, B, B, B, B * (L + 1), B * L, B * L, B * L]).tolist()
+        views = [buffer[a:b] for a, b in zip(ends, ends[1:])]
+        return [*views[:4], views[4].reshape(B, L + 1), *(v.reshape(B, L) for v in views[5:7]),
+                views[7].view(np.float32).reshape(B, L)]  # fmt: skip
 
 
 class Step:

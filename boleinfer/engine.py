@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from boleinfer.draft.base import Committed, Drafter
+from boleinfer.budget import PLAIN, Budget, StepNews, Way
+from boleinfer.costs import CostTable
+from boleinfer.draft.base import Drafter
+from boleinfer.draft.none import NoDrafter
 from boleinfer.executor import Executor, Outcome
 from boleinfer.request import Request
-from boleinfer.scheduler import Scheduler, Work
+from boleinfer.scheduler import Scheduler, Work, mean_length
 from boleinfer.state import State
+
+IDLE = 0.1  # part of a step's time for which the caller may have kept the engine waiting, for the time to count
 
 
 class Engine:
@@ -19,6 +25,10 @@ class Engine:
     def __init__(self, executor: Executor, drafter: Drafter, scheduler: Scheduler):
         self.executor, self.drafter, self.scheduler = executor, drafter, scheduler
         self._under_way: _Step | None = None
+        self._budget: tuple[Drafter, Budget] | None = None
+        self._costs: CostTable | None = None
+        self._way = 0  # of the step before
+        self._ended = self._tail = 0.0  # when the step before ended, and how much of it came after the results
 
     @property
     def state(self) -> State:
@@ -29,6 +39,14 @@ class Engine:
     def busy(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self.scheduler.waiting or self.scheduler.running)
+
+    @property
+    def budget(self) -> Budget:
+        """How much is drafted; a new one when the drafter has changed. Scripted drafts are taken as they are."""
+        if self._budget is None or self._budget[0] is not self.drafter:
+            costs = None if isinstance(self.drafter, NoDrafter) else self._costs
+            self._budget = self.drafter, Budget(self._ways(), costs)
+        return self._budget[1]
 
     def add(self, request: Request) -> None:
         """Queues a request (its prompt and limit have been checked)."""
@@ -52,19 +70,21 @@ class Engine:
         if under_way is None:
             return []
         drafted = time.perf_counter()
-        if self._goes_on(under_way.works):
-            self._under_way = _Step(under_way.works, self.executor.start(under_way.works))
+        if self._goes_on(under_way):
+            self._under_way = self._run(under_way.works, under_way.way, ahead=True)
         works = [(w, o) for w, o in zip(under_way.works, under_way.outcomes()) if not w.request.finished]
         news = []
         for work, outcome in works:
             _take(work, outcome)
             request = work.request
             if not request.finished:
-                news.append(Committed(request, request.committed, outcome.hidden))
+                news.append(outcome.news(request))
                 request.committed += outcome.committed
         verified = time.perf_counter()
         self.drafter.observe(news)
-        _count_times([w for w, _ in works], began, drafted, verified, time.perf_counter())
+        ended = time.perf_counter()
+        _count_times([w for w, _ in works], began, drafted, verified, ended)
+        self._learn(under_way, works, began, drafted, verified, ended)
         for work, _ in works:
             if work.request.finished:
                 self.drop(work.request)
@@ -72,23 +92,83 @@ class Engine:
 
     def _start(self) -> _Step | None:
         """Admits who fits, plans a step and starts it; None when nobody has anything to do."""
+        if self._costs is None and not self.scheduler.running and not isinstance(self.drafter, NoDrafter):
+            self._costs, self._budget = self.executor.price(), None
         for request in self.scheduler.admit():
             self.executor.admit(request)
-        works = self.scheduler.plan(self.drafter)
-        return _Step(works, self.executor.start(works)) if works else None
+            self.budget.welcome()
+        decoding = self.scheduler.decoding
+        way = self.budget.choose(len(decoding), mean_length(decoding))
+        works = self.scheduler.plan(self.drafter, self.budget, way)
+        return self._run(works, way) if works else None
 
-    def _goes_on(self, works: Sequence[Work]) -> bool:
+    def _run(self, works: Sequence[Work], way: int, ahead: bool = False) -> _Step:
+        variant = self.budget.ways[way].variant
+        drawn = self._way if variant else way  # the GPU drafted at the end of the step before
+        self._way = way
+        return _Step(works, self.executor.start(works, variant), way, drawn, ahead)
+
+    def _goes_on(self, step: _Step) -> bool:
         """Whether the next step is the same as this one, whatever this one gives."""
+        works, budget = step.works, self.budget
         alone = len(works) == len(self.scheduler.running) and not self.scheduler.waiting
-        return alone and not self.drafter.reads_text and self.executor.may_repeat(works)
+        if not alone or (self.drafter.reads_text and budget.ways[step.way].asks) or not self.executor.may_repeat(works):
+            return False
+        return budget.choose(len(works), mean_length([w.request for w in works])) == step.way
+
+    def _ways(self) -> list[Way]:
+        """The ways to draft that there are: not at all, asking the drafter, and each of the GPU's own beside it."""
+        if type(self.drafter) is NoDrafter:
+            return [PLAIN]
+        depth, own = self.scheduler.limits.depth, self.executor.depths
+        asked = [] if own and not self.drafter.reads_text else [Way(True, 0, depth)]
+        return [PLAIN, *asked, *(Way(True, v, min(d, depth)) for v, d in enumerate(own, 1))]
+
+    def _learn(
+        self,
+        step: _Step,
+        works: Sequence[tuple[Work, Outcome]],
+        began: float,
+        drafted: float,
+        verified: float,
+        ended: float,
+    ) -> None:
+        """Tells the budget what a step of decoding requests alone took and gave."""
+        waited, tail = began - self._ended, self._tail
+        self._ended, self._tail = ended, ended - verified
+        if not works or not all(w.decodes for w, _ in works):
+            return
+        seconds = verified - began + tail
+        if step.ahead:  # it ran while the step before was taken in
+            seconds = seconds + waited if waited < IDLE * seconds else math.inf
+        drafts = [w.draft for w, _ in works]
+        self.budget.learn(
+            StepNews(
+                step.way,
+                step.drawn,
+                batch=len(works),
+                context=mean_length([w.request for w, _ in works]),
+                rows=sum(len(w.tree) for w, _ in works),
+                depth=[int(d.depth.max()) + 1 if len(d) else 0 for d in drafts],
+                expected=[float(d.prob.sum()) for d in drafts],
+                accepted=[max(0, len(o.tokens) - 1) for _, o in works],
+                seconds=seconds,
+                draft_s=0.0 if step.ahead else drafted - began + tail,
+            )
+        )
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A step under way: whose it is, and what waits for what it gave."""
+    """A step under way: whose it is, what waits for what it gave, and how it is drafted for.
+
+    way: the budget's; drawn: the one that made its trees; ahead: it was started before the step before it was read"""
 
     works: Sequence[Work]
     outcomes: Callable[[], list[Outcome]]
+    way: int
+    drawn: int
+    ahead: bool
 
 
 def _take(work: Work, outcome: Outcome) -> None:

@@ -8,7 +8,10 @@ from typing import Protocol
 
 import numpy as np
 
+from boleinfer.costs import CostTable
 from boleinfer.decoder import Decoder
+from boleinfer.draft.base import Committed
+from boleinfer.draft.device import Drafted
 from boleinfer.forest import Forest, Tree
 from boleinfer.request import Request
 from boleinfer.sampling import BrokenLogits, accept
@@ -25,6 +28,7 @@ class Outcome:
     drafted:   rows that were guesses
     logprobs:  one entry a token when the request asked for them
     hidden:    the committed rows after the final norm, [m, D]; None where the drafter runs beside the model
+    draft:     the tree that the GPU drafted for the next step; None where it does not draft
     error:     why the request cannot go on
     """
 
@@ -33,21 +37,36 @@ class Outcome:
     drafted: int = 0
     logprobs: list[dict[int, float] | None] = field(default_factory=list)
     hidden: np.ndarray | None = None
+    draft: Tree | None = None
     error: str | None = None
+
+    def news(self, request: Request) -> Committed:
+        """The same for the drafter, before the request counts it as committed."""
+        if self.draft is not None:
+            return Drafted(request, request.committed, self.hidden, self.draft)
+        return Committed(request, request.committed, self.hidden)
 
 
 class Executor(Protocol):
-    """Runs the steps of an engine; the only one who touches the model and writes the state."""
+    """Runs the steps of an engine; the only one who touches the model and writes the state.
+
+    price:  measures what steps cost, or finds it measured; None for what must not be measured. Nothing may run then
+    depths: tokens of a path in each way in which it drafts by itself, numbered from 1
+    """
 
     model: Decoder
     state: State
+    price: Callable[[], CostTable | None]
+    depths: Sequence[int]
 
     def admit(self, request: Request) -> None:
         """The request has got its place and takes part from now on."""
         ...
 
-    def start(self, works: Sequence[Work]) -> Callable[[], list[Outcome]]:
-        """Starts a step; what it returns waits for it and tells what it gave each work's request."""
+    def start(self, works: Sequence[Work], way: int = 0) -> Callable[[], list[Outcome]]:
+        """Starts a step; what it returns waits for it and tells what it gave each work's request.
+
+        way: how to draft for the next step by itself; 0: not"""
         ...
 
     def may_repeat(self, works: Sequence[Work]) -> bool:
@@ -64,11 +83,13 @@ class HostExecutor:
 
     def __init__(self, model: Decoder, state: State):
         self.model, self.state = model, state
+        self.price: Callable[[], CostTable | None] = lambda: None
+        self.depths: Sequence[int] = ()
 
     def admit(self, request: Request) -> None:
         pass
 
-    def start(self, works: Sequence[Work]) -> Callable[[], list[Outcome]]:
+    def start(self, works: Sequence[Work], way: int = 0) -> Callable[[], list[Outcome]]:
         forest = Forest.of([w.tree for w in works], [w.request.committed for w in works])
         batch = self.state.batch(forest, [w.request.home for w in works])
         hidden, pending = self.model.forward(batch, self.state)  # [R, D]

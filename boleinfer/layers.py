@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from boleinfer.config import ModelConfig
-from boleinfer.device import Array
+from boleinfer.device import Array, Fp8
 from boleinfer.ops.attention import tree_attention
 from boleinfer.ops.attention_inputs import attention_inputs
 from boleinfer.ops.gdn import gdn
@@ -63,6 +63,16 @@ def gated_attention(
     return linear(o.reshape(R, Hq * Dh), w["o_proj"])
 
 
+def remember(
+    x: Array, w: Weights, c: ModelConfig, memory: KVLayer, batch: Batch, rotation: tuple[Array, Array]
+) -> None:
+    """Writes the keys and values of all rows, as gated_attention does, and computes nothing else of it."""
+    Hq, Hkv, Dh = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+    kv = linear(x, _features_from(w["qgkv_proj"], 2 * Hq * Dh))  # [R, 2 Hkv Dh]
+    pages = memory.k, memory.v, batch.page_table, batch.forest
+    attention_inputs(kv, w["q_norm"], w["k_norm"], c.rms_norm_eps, *rotation, *pages, (0, Hkv, Dh))
+
+
 def dense_ffn(x: Array, w: Weights, c: ModelConfig) -> Array:
     """down(silu(gate x) * up x): [R, D]."""
     return linear(gated_linear(x, w["gate_up_proj"]), w["down_proj"])
@@ -75,3 +85,11 @@ def moe_ffn(x: Array, w: Weights, c: ModelConfig) -> Array:
     )
     shared = linear(gated_linear(x, w["shared_expert.gate_up_proj"]), w["shared_expert.down_proj"])
     return add_shared(routed, linear(x, w["shared_expert_gate"], np.float32), shared)
+
+
+def _features_from(w: Array | Fp8, first: int) -> Array | Fp8:
+    """The part of a matrix [Dout, Din] that makes the features from `first` on; FP8 ones from a block's first."""
+    if not isinstance(w, Fp8):
+        return w[first:]
+    assert first % 128 == 0, f"an FP8 matrix is scaled in blocks of 128 features; {first} is in the middle of one"
+    return Fp8(w.bits[first:], w.scale[first // 128 :])

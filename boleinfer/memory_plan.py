@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from boleinfer.config import ConfigError, ModelConfig
-from boleinfer.cuda_executor import SMALLEST, DraftPlan
+from boleinfer.cuda_executor import LARGEST_CAPTURED, SMALLEST, DraftPlan, sampled_rows
 from boleinfer.ops.attention import SCRATCH, splits_of
 from boleinfer.ops.linear import most_sums
 from boleinfer.ops.moe import PIECE
@@ -92,13 +92,13 @@ class Needs:
 
     weights:  bytes of each array on the GPU
     act:      bytes of an activation: 2 or 4
-    drafting: how the MTP layer drafts there; None when it does not
+    drafting: the ways in which the MTP layer drafts there
     """
 
     config: ModelConfig
     weights: Mapping[str, int]
     act: int = 2
-    drafting: DraftPlan | None = None
+    drafting: tuple[DraftPlan, ...] = ()
 
     @property
     def mtp(self) -> bool:
@@ -187,8 +187,11 @@ def workspace(needs: Needs, o: Options) -> int:
 
 def pool_bytes(needs: Needs, o: Options) -> int:
     """Bytes of the pool that all steps share: each size's logits, and the other arrays of the largest."""
-    sampled = o.max_batch * (1 + max(1, o.draft_nodes))
-    kept = sum(FLOAT * min(R, sampled) * needs.config.vocab_size for R in envelopes(o.max_rows))
+    sampled, ways = sampled_rows(o.max_batch, o.draft_nodes), 1 + len(needs.drafting)
+    kept = sum(
+        FLOAT * min(R, sampled) * needs.config.vocab_size * (ways if R <= LARGEST_CAPTURED else 1)
+        for R in envelopes(o.max_rows)
+    )
     passing = pass_bytes(needs, o.max_rows, min(o.max_rows, sampled), o.max_batch, o.pages * o.page_size)
     return kept + passing + passing // 16
 
@@ -226,8 +229,8 @@ def pass_bytes(needs: Needs, R: int, sampled: int, B: int, context: int) -> int:
     widest = max(2 * (keys + values), 2 * (Hq + Hkv) * Dh, 2 * c.intermediate_size, c.vocab_size, D)
     sums = most_sums(R, widest) if act == 2 else 0
     logits = 0
-    if needs.drafting is not None:
-        logits = 2 * FLOAT * B * max(1, needs.drafting.width) * c.vocab_size
+    if needs.drafting:
+        logits = 2 * FLOAT * B * max(d.width for d in needs.drafting) * c.vocab_size
     sampling = FLOAT * c.vocab_size + c.vocab_size // 8 + 16  # and two doubles for 128 logits
     logits = max(logits, sampled * sampling)  # those of the step before are still there
     return (
@@ -238,11 +241,11 @@ def pass_bytes(needs: Needs, R: int, sampled: int, B: int, context: int) -> int:
 def _bookkeeping(needs: Needs, o: Options, R: int) -> int:
     """The arrays of cuda_executor's frame of R rows."""
     B, L, rows, requests, more = min(o.max_batch, R), max(1, o.draft_nodes), 26, 16, 0
-    if (d := needs.drafting) is not None:
+    for d in needs.drafting:
         nodes = d.width * (d.depth - 1)
         requests += 10 * nodes + 3 * d.top_k * (1 + nodes) + 5 * d.width
-        more = needs.act * B * (1 + nodes) * needs.config.hidden_size
-    return INT * (R * rows + B * (requests + o.pages + L + 4)) + more + 40 * 512
+        more += needs.act * B * (1 + nodes) * needs.config.hidden_size + 20 * 512
+    return INT * (R * rows + B * (requests + o.pages + 4 * L + 5)) + more + 40 * 512
 
 
 def _widths(c: ModelConfig) -> tuple[int, int]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from boleinfer.draft.base import Drafter, Limits
+from boleinfer.budget import Budget
+from boleinfer.draft.base import EMPTY, Drafter, Limits
 from boleinfer.forest import Tree
 from boleinfer.memory import OutOfPlaces
 from boleinfer.request import Request
@@ -52,14 +53,9 @@ def grow(known: Sequence[int], draft: Tree) -> Tree:
     )
 
 
-def share(trees: Sequence[Tree], rows: int) -> list[Tree]:
-    """The likeliest `rows` nodes of all the trees together: likely requests get more of them."""
-    if sum(map(len, trees)) <= rows:  # also when there are none
-        return list(trees)
-    ranked = np.sort(np.concatenate([t.prob for t in trees]))[::-1]
-    bar = ranked[rows] if rows < len(ranked) else 0.0
-    counts = [int((t.prob > bar).sum()) for t in trees]  # ties at the bar lose: never more than `rows`
-    return [t.best(n) for t, n in zip(trees, counts)]
+def mean_length(requests: Sequence[Request]) -> float:
+    """Committed tokens of an average one."""
+    return sum(r.committed for r in requests) / max(1, len(requests))
 
 
 class Scheduler:
@@ -91,14 +87,21 @@ class Scheduler:
             self.running.append(admitted[-1])
         return admitted
 
-    def plan(self, drafter: Drafter) -> list[Work]:
-        """The rows of the next step: every decoding request's tree first, then pieces of prompts."""
-        decoding = [r for r in self.running if r.stats.generated_tokens]
+    @property
+    def decoding(self) -> list[Request]:
+        """Running requests whose prompt has been read."""
+        return [r for r in self.running if r.stats.generated_tokens]
+
+    def plan(self, drafter: Drafter, budget: Budget, way: int) -> list[Work]:
+        """The rows of the next step: every decoding request's tree first, then pieces of prompts.
+
+        way: the budget's, in which the step is drafted for"""
+        decoding = self.decoding
         rows = self.max_rows - len(decoding)
         limits = [self._limits(r) for r in decoding]
-        drafts = drafter.propose(decoding, limits) if decoding else []
+        drafts = drafter.propose(decoding, limits) if decoding and budget.ways[way].asks else [EMPTY for _ in decoding]
         drafts = [tree.best(lim.nodes) for tree, lim in zip(drafts, limits)]  # whatever the drafter thinks of limits
-        trees = share(drafts, max(0, min(rows, self.draft_rows)))
+        trees = budget.share(drafts, way, mean_length(decoding), max(0, min(rows, self.draft_rows)))
         works = [Work(r, grow(r.pending, t), 1, complete=True, decodes=True) for r, t in zip(decoding, trees)]
         rows -= sum(w.drafted for w in works)
         for request in self.running:

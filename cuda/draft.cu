@@ -308,6 +308,10 @@ extern "C" __global__ void __launch_bounds__(MOST) keep(
     int* __restrict__ draft_parent,            // [Slots, L]
     float* __restrict__ draft_prob,            // [Slots, L]
     int* __restrict__ draft_count,             // [Slots]
+    int* __restrict__ told_draft_token,        // [B, L] the same by request, for the host
+    int* __restrict__ told_draft_parent,       // [B, L]
+    float* __restrict__ told_draft_prob,       // [B, L]
+    int* __restrict__ told_draft_count,        // [B]
     int C,
     int L,
     float least)  // probability
@@ -316,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(MOST) keep(
   __shared__ float likely[MOST];
   __shared__ int place[MOST];
   const int b = blockIdx.x, s = slot[b], c = threadIdx.x;
-  const long long base = (long long)b * C, to = (long long)s * L;
+  const long long base = (long long)b * C, to = (long long)s * L, told = (long long)b * L;
   if (s < 0) return;
   const int room = min(limit[b], L);
   const float p = c < C ? candidate_prob[base + c] : -1.0f;
@@ -328,10 +332,10 @@ extern "C" __global__ void __launch_bounds__(MOST) keep(
   if (c < C) place[c] = rank;
   const int found = __syncthreads_count(kept);
   if (kept && rank < room) {
-    const int above = candidate_parent[base + c];
-    draft_token[to + rank] = candidate_token[base + c];
-    draft_parent[to + rank] = above < 0 ? -1 : place[above];
-    draft_prob[to + rank] = p;
+    const int t = candidate_token[base + c], at = candidate_parent[base + c], above = at < 0 ? -1 : place[at];
+    draft_token[to + rank] = told_draft_token[told + rank] = t;
+    draft_parent[to + rank] = told_draft_parent[told + rank] = above;
+    draft_prob[to + rank] = told_draft_prob[told + rank] = p;
   }
-  if (c == 0) draft_count[s] = max(0, min(found, room));
+  if (c == 0) draft_count[s] = told_draft_count[b] = max(0, min(found, room));
 }

@@ -7,7 +7,7 @@ import pytest
 
 from boleinfer import device
 from boleinfer.device_draft import Drafts, candidates, grow, keep
-from boleinfer.device_step import Part, Slots, Step, StepInputs, plant
+from boleinfer.device_step import Part, Results, Slots, Step, StepInputs, plant
 from boleinfer.draft.base import Committed, Limits
 from boleinfer.draft.mtp import MTPDrafter
 from boleinfer.forest import Forest, Tree
@@ -122,6 +122,7 @@ class Scene:
             self.slots.admit(s, np.zeros(0, np.int32), text.committed)
         self.send([Part(s, draft_nodes=lim.nodes, draft_depth=lim.depth) for s, lim in zip(self.slot, self.limits)])
         self.drafts = Drafts(B + 3, top_k, width, depth, worth, least)
+        self.results = Results(B + 3, L)
 
     def send(self, parts: list[Part]) -> None:
         self.inputs.fill(parts)
@@ -140,7 +141,7 @@ class Scene:
             if level < drafts.levels:
                 rows, kept = self._pass(hidden, level + 1)
                 passes.append(kept)
-        keep(drafts, self.inputs, self.slots)
+        keep(drafts, self.inputs, self.slots, self.results)
         return passes
 
     def _pass(self, hidden: np.ndarray, level: int) -> tuple[np.ndarray, dict[str, list]]:
@@ -154,6 +155,11 @@ class Scene:
         kept = {name: array[rows[used]] for name, array in forest.items()}
         kept["ancestors"] = np.unpackbits(kept["ancestors"].view(np.uint8), axis=1, bitorder="little").astype(bool)
         return rows, {name: array.tolist() for name, array in kept.items()}
+
+    def told(self) -> list[Tree]:
+        """The drafts that the host is told of."""
+        device.fill(self.results.count, 0)
+        return [e.draft for e in self.results.fetch(self.B, drafts=True)()]
 
     def kept(self) -> list[Tree]:
         """The drafts in the slots."""
@@ -188,8 +194,9 @@ def test_drafts_are_those_of_the_drafter(gpu, seed, shape):
     assert on_host(drafts.forest, "start")[0].tolist() == [min(b, B) * span for b in range(B + 4)]
     request, parent = on_host(drafts.forest, "request", "parent")
     assert not span or ((request < 0) == (parent == -2)).all()
-    for tree, expected in zip(scene.kept(), scene.trees):
+    for tree, told, expected in zip(scene.kept(), scene.told(), scene.trees):
         assert paths_of(tree) == pytest.approx(paths_of(expected), rel=1e-4) and len(tree) == len(expected)
+        assert paths_of(told) == paths_of(tree)
     others = np.setdiff1d(np.arange(SLOTS), scene.slot)
     assert all((array[others] == -1).all() for array in on_host(scene.slots, "draft_token", "draft_parent"))
 

@@ -176,7 +176,7 @@ def test_accepted_paths_and_the_chain_behind_them(gpu, seed):
     last_token, length, draft_count = on_host(slots, "last_token", "length", "draft_count")
     last_row, hidden_row = on_host(chain, "last_row", "hidden_row")
     chains, places = [], []
-    for b, (part, result) in enumerate(zip(scene.parts, step.results.fetch(B)(), strict=True)):
+    for b, (part, result) in enumerate(zip(scene.parts, step.results.fetch(B, drafts=False)(), strict=True)):
         path, tokens, error = walk(scene, sampled, b)
         start, tree = int(scene.start[b]), scene.trees[b]
         assert row[start : start + count[b]].tolist() == path and count[b] == len(path)
@@ -219,10 +219,10 @@ def test_an_empty_step_changes_nothing(gpu):
         )
         rows = drafts.row if level else chain.last_row
         grow(drafts, level, *candidates(logits, 2, rows), inputs, slots)
-    keep(drafts, inputs, slots)
+    keep(drafts, inputs, slots, step.results)
     assert_unused(step.forest, np.zeros(0, int))
     assert_unused(drafts.forest, np.zeros(0, int))
-    assert step.results.fetch(3)() == [([], 0, 0)] * 3
+    assert [(*e[:3], len(e.draft)) for e in step.results.fetch(3, drafts=True)()] == [([], 0, 0, 0)] * 3
     for name, before in state.items():
         assert np.array_equal(on_host(slots, name)[0], before), name
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from boleinfer.budget import share
 from boleinfer.forest import Forest, Tree
-from boleinfer.scheduler import grow, share
+from boleinfer.scheduler import grow
 
 
 @st.composite

@@ -1,48 +1,49 @@
-"""Drafts that the GPU made by itself at the end of the last step, or looked-up ones that are surer. Knows no model."""
+"""Drafts that the GPU made by itself at the end of the last step, with looked-up ones grafted on. Knows no model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import numpy as np
-
-from boleinfer.draft.base import Limits
+from boleinfer.draft.base import EMPTY, Committed, Limits
 from boleinfer.draft.ngram import NgramDrafter
-from boleinfer.draft.none import NoDrafter
 from boleinfer.forest import Tree
 from boleinfer.request import Request
 
-OWN = -2  # token of the first node that only the GPU knows; the next ones count down
+
+@dataclass(frozen=True)
+class Drafted(Committed):
+    """News of a request for which the GPU has drafted what comes next.
+
+    draft: its tree, the likelier nodes first"""
+
+    draft: Tree
 
 
-def own_draft(nodes: int) -> Tree:
-    """A tree that stands for the likeliest `nodes` nodes of what the GPU drafted; its tokens are OWN, OWN - 1, ..."""
-    n = np.arange(nodes, dtype=np.int32)
-    return Tree(OWN - n, np.full(nodes, -1, np.int32), 0.5 ** (1 + n.astype(np.float32)))
-
-
-def is_own(tree: Tree) -> bool:
-    """Whether a draft stands for the GPU's."""
-    return len(tree) > 0 and int(tree.token[-1]) <= OWN
-
-
-class DeviceDrafter(NoDrafter):
-    """The GPU's own tree for every request, or the looked-up one where its first token is at least `sure`.
+class DeviceDrafter:
+    """The GPU's own tree for every request, joined with the looked-up one.
 
     lookup: None never looks up
     """
 
-    def __init__(self, lookup: NgramDrafter | None = None, sure: float = 0.5):
-        self._lookup, self._sure = lookup, sure
+    def __init__(self, lookup: NgramDrafter | None = None):
+        self._lookup = lookup
+        self._own: dict[Request, Tree] = {}
         self.reads_text = lookup is not None
 
     def propose(self, requests: Sequence[Request], limits: Sequence[Limits]) -> list[Tree]:
-        own = [own_draft(lim.nodes) for lim in limits]
+        own = [self._own.get(r, EMPTY).best(lim.nodes) for r, lim in zip(requests, limits)]
         if self._lookup is None:
             return own
         found = self._lookup.propose(requests, limits)
-        return [f if f.prob.max(initial=0.0) >= self._sure else o for f, o in zip(found, own)]
+        return [(f.graft(o) if len(f) else o).best(lim.nodes) for f, o, lim in zip(found, own, limits)]
+
+    def observe(self, news: Sequence[Committed]) -> None:
+        self._own.update((n.request, n.draft) for n in news if isinstance(n, Drafted))
+        if self._lookup is not None:
+            self._lookup.observe(news)
 
     def forget(self, request: Request) -> None:
+        self._own.pop(request, None)
         if self._lookup is not None:
             self._lookup.forget(request)

@@ -76,8 +76,9 @@ def gpu_engine(
     each = -(-(CONTEXT + scratch) // 16)
     size = max_batch * each if pages is None else pages
     state = State(model.config, max_batch, size, 16, 7, True, device.dtype(act), gpu=True, poison=True)
-    plan = DraftPlan(depth=3, least=0.0) if draft in ("mtp", "auto") else None
-    executor = CudaExecutor(model, state, ALLOWED, max_batch, max_rows, nodes, each, plan, graphs=graphs and real_gpu())
+    plans = (DraftPlan(depth=3, least=0.0),) if draft in ("mtp", "auto") else ()
+    graphs = graphs and real_gpu()
+    executor = CudaExecutor(model, state, ALLOWED, max_batch, max_rows, nodes, each, plans, graphs=graphs)
     drafter = make_drafter(draft, model, state) if isinstance(draft, str) else draft
     limits = Limits(nodes=nodes, depth=4, min_prob=0.05)
     return Engine(executor, drafter, Scheduler(state, max_batch, max_rows, max_rows, limits, scratch))

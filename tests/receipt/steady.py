@@ -79,7 +79,8 @@ def _counted(report: Report, what: str, engine: Engine, steps: int) -> list[list
     assert isinstance(runner, Graphs)
     rows = 1
     while rows <= 64:  # every envelope
-        executor._frame(rows)
+        for way in range(1 + len(executor.depths)):
+            executor._frame(rows, way)
         rows *= 2
     seen = _Seen()
     held, replayed = runner.pool_bytes, runner.replays

@@ -1,0 +1,266 @@
+"""Whether to draft for a step, how, and how many guesses to verify, over the whole batch. Moves no data, knows no model.
+
+    choose R to maximise (B + sum of the R likeliest path probabilities) / (draft cost + c(R)),   R = B always among them
+
+c is a table of measured seconds (costs.py), corrected by how long steps then take. Whether drafting pays at all cannot
+be read off a draft that was not made, so each way to draft has a record of its hits:
+
+    tokens a step and request = 1 + coverage (a + a^2 + .. + a^depth)        a: a guess is right, those before it being so
+    speed of a way            = tokens / seconds of its steps, against plain decoding
+
+The fastest way is taken. The others are tried again for a few steps after pauses that grow while they stay behind, and
+that are long where trying is dear, so that all trying together costs little; a new request is a reason to try sooner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from boleinfer.costs import CostTable
+from boleinfer.forest import Tree
+
+PRIOR_RATE, PRIOR_TRIES = 0.7, 4.0  # what is believed of a guess before any was verified, and how firmly
+RECENT = 16.0  # steps after which a record counts a third
+SURER = 1.02  # how much faster another way must look
+TRIED = 2  # steps of a try that count
+SHORTEST_PAUSE, LONGEST_PAUSE = 64, 2048  # steps between two tries
+DEAR, SOONER = 300.0, 100.0  # plain steps that must pass for each one that a try may lose; after a new request
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to draft.
+
+    asks:    the drafter is asked for trees
+    variant: the GPU drafts beside it, for the next step, in its way of this number; 0: it does not
+    depth:   tokens of a path at most
+    """
+
+    asks: bool = False
+    variant: int = 0
+    depth: int = 0
+
+
+PLAIN = Way()
+UNSURPRISED = 8.0, 8.0  # tokens that were right, and that were expected
+
+
+@dataclass(frozen=True)
+class StepNews:
+    """What a step of decoding requests alone was, and gave.
+
+    way:      its way; `drawn` the one that made the trees that it verified
+    batch, context, rows: requests, their mean length, rows in all
+    depth, expected, accepted: of each request's draft the tokens of its longest path (0: none), the sum of its
+              probabilities, and how many tokens of it were right
+    seconds:  of the whole step; draft_s: of it, the host's drafting
+    """
+
+    way: int
+    drawn: int
+    batch: int
+    context: float
+    rows: int
+    depth: Sequence[int]
+    expected: Sequence[float]
+    accepted: Sequence[int]
+    seconds: float
+    draft_s: float
+
+
+@dataclass
+class _Record:
+    """What is known of a way, recent steps counting most. Sums of steps, or of their requests."""
+
+    asked: float = 0.0
+    drafted: float = 0.0
+    hits: float = 0.0
+    tries: float = 0.0
+    steps: float = 0.0
+    rows: float = 0.0  # of a request
+    slow: float = 0.0  # seconds against the table's
+    draft_s: float = 0.0
+    pause: int = SHORTEST_PAUSE
+    since: int = 0  # steps since it was last in use
+    due: int = SHORTEST_PAUSE
+
+    def fade(self, keep: float) -> None:
+        """Lets what is known count less."""
+        for name in ("asked", "drafted", "hits", "tries", "steps", "rows", "slow", "draft_s"):
+            setattr(self, name, getattr(self, name) * keep)
+
+
+@dataclass
+class Budget:
+    """Chooses ways and rows for an engine, and learns from its steps.
+
+    ways:  the first is PLAIN, the GPU's own ones come in the order of their numbers
+    costs: None leaves the rows as the drafter has them, and takes the first way in which the GPU drafts, else the second
+    """
+
+    ways: Sequence[Way]
+    costs: CostTable | None = None
+    _records: list[_Record] = field(init=False)
+    _trial: int | None = None
+    _left: int = 0
+    _best: int = 0
+    _surprise: tuple[float, float] = UNSURPRISED
+
+    def __post_init__(self) -> None:
+        if not self.ways or self.ways[0] != PLAIN:
+            raise ValueError(f"a budget's first way is to draft nothing, got {self.ways}")
+        self._records = [_Record() for _ in self.ways]
+        self._best = next((i for i, way in enumerate(self.ways) if way.variant), min(1, len(self.ways) - 1))
+
+    def choose(self, batch: int, context: float) -> int:
+        """The number of the way for the next step of so many requests that decode; the same until `learn` is called."""
+        if self.costs is None or len(self.ways) == 1:
+            return self._best
+        if batch >= self.costs.most:
+            return 0
+        if self._trial is not None:
+            return self._trial
+        speeds = [self.speed(i, batch, context) for i in range(len(self.ways))]
+        fastest = int(np.argmax(speeds))
+        return fastest if speeds[fastest] > SURER * speeds[self._best] else self._best
+
+    def share(self, trees: Sequence[Tree], way: int, context: float, most: int) -> list[Tree]:
+        """The nodes to verify: as many of the likeliest of all trees as are worth their rows, `most` at most."""
+        if self.costs is None:
+            return share(trees, most)
+        batch = len(trees)
+        most = min(most, self.costs.most - batch, sum(map(len, trees)))
+        if most <= 0:
+            return share(trees, 0)
+        right, expected = self._surprise
+        prob = np.sort(np.concatenate([t.prob for t in trees]))[::-1][:most] * min(1.0, right / expected)
+        tokens = batch + np.concatenate([[0.0], np.cumsum(prob)])  # [1 + most]
+        seconds = self.draft_s(way, batch) + self.costs.step_s(batch + np.arange(most + 1), batch, context)
+        return share(trees, int(np.argmax(tokens / seconds)))
+
+    def speed(self, way: int, batch: int, context: float) -> float:
+        """Tokens of a way over its time, against plain decoding as the table has it."""
+        assert self.costs is not None
+        rows = min(batch * (self._rows(way)), float(self.costs.most))
+        plain, step = self.costs.step_s(np.asarray([batch, int(np.ceil(rows - 1e-6))]), batch, context)
+        return float(self._tokens(way) * plain / (self._slow(way) * step + self.draft_s(way, batch)))
+
+    def rate(self, way: int) -> float:
+        """How often a guess of a way is right when those before it were."""
+        r, before = self._records[way], PRIOR_RATE
+        if self.ways[way].variant > 1:  # the same layer drafts, only further
+            before = self.rate(way - 1)
+        return (r.hits + PRIOR_TRIES * before) / (r.tries + PRIOR_TRIES)
+
+    def draft_s(self, way: int, batch: int) -> float:
+        """Seconds that drafting adds to a step, on the host and on the GPU."""
+        r = self._records[way]
+        on_gpu = self.costs.draft_s(self.ways[way].variant, batch) if self.costs is not None else 0.0
+        return on_gpu + (r.draft_s / r.steps if r.steps else 0.0)
+
+    def learn(self, news: StepNews) -> None:
+        """Takes in a step."""
+        if self.costs is None or len(self.ways) == 1 or news.batch >= self.costs.most:
+            return
+        if news.way == news.drawn:  # else the step has the one way's guesses and the other's time
+            self._record(news)
+        if sum(news.depth):
+            keep, happened = 1 - 1 / (4 * RECENT), (sum(news.accepted), sum(news.expected))
+            right, expected = (
+                keep * s + (1 - keep) * u + new for s, u, new in zip(self._surprise, UNSURPRISED, happened)
+            )
+            self._surprise = right, expected
+        self._pace(news)
+
+    def welcome(self) -> None:
+        """A request begins, whose text may be of another kind: what was slow is tried sooner."""
+        for i, r in enumerate(self._records):
+            if i:
+                r.due = min(r.due, max(r.since + 1, round(SOONER / DEAR * r.due)))
+
+    def _record(self, news: StepNews) -> None:
+        assert self.costs is not None
+        r = self._records[news.way]
+        r.fade(1 - 1 / RECENT)
+        r.asked += news.batch
+        r.drafted += sum(d > 0 for d in news.depth)
+        r.hits += sum(news.accepted)
+        r.tries += sum(min(a + 1, d) for a, d in zip(news.accepted, news.depth))
+        told = float(self.costs.step_s(np.asarray([news.rows]), news.batch, news.context)[0])
+        on_gpu = self.costs.draft_s(self.ways[news.way].variant, news.batch)
+        ratio = (news.seconds - news.draft_s - on_gpu) / told
+        if ratio < 4:  # a graph was captured, or the machine slept
+            r.steps += 1
+            r.rows += news.rows / news.batch
+            r.slow += max(0.25, ratio)
+            r.draft_s += news.draft_s
+
+    def _pace(self, news: StepNews) -> None:
+        """Counts the steps until a way is tried again, and ends a try."""
+        for i, r in enumerate(self._records):
+            r.since = 0 if i == news.way else r.since + 1
+        if self._trial is not None:
+            self._left -= news.way == news.drawn == self._trial
+            if self._left > 0:
+                return
+            tried, self._trial = self._trial, None
+            self._settle(news, tried)
+            return
+        self._settle(news, None)
+        for i, r in enumerate(self._records):
+            if i and i != self._best and r.since >= r.due:
+                self._trial, self._left, self._surprise = i, TRIED, UNSURPRISED
+                r.fade(0.5)
+                return
+
+    def _settle(self, news: StepNews, tried: int | None) -> None:
+        """Goes over to the fastest way; one that was left, or tried in vain, has to wait."""
+        before, self._best = self._best, self.choose(news.batch, news.context)
+        for i in {before, tried} - {None, 0, self._best}:
+            assert i is not None
+            r = self._records[i]
+            r.due = max(r.pause, round(DEAR * self._loss(i, news.batch, news.context)))
+            r.pause = min(2 * r.pause, LONGEST_PAUSE)
+            r.since = 0
+        if before == self._best:
+            self._records[self._best].pause = SHORTEST_PAUSE
+
+    def _loss(self, way: int, batch: int, context: float) -> float:
+        """Plain steps that a try loses when nothing is right."""
+        plain, tried = (self.speed(i, batch, context) for i in (0, way))
+        return (TRIED + 1) * max(0.0, self._tokens(way) * plain / tried - 1)
+
+    def _tokens(self, way: int) -> float:
+        """Of a request and step."""
+        a = self.rate(way)
+        return 1 + self._coverage(way) * sum(a**k for k in range(1, self.ways[way].depth + 1))
+
+    def _coverage(self, way: int) -> float:
+        """Part of the requests for which there was a draft at all."""
+        r = self._records[way]
+        return (r.drafted + PRIOR_TRIES) / (r.asked + PRIOR_TRIES)
+
+    def _rows(self, way: int) -> float:
+        """Rows of a request."""
+        r = self._records[way]
+        return r.rows / r.steps if r.steps else 1.0 + self.ways[way].depth
+
+    def _slow(self, way: int) -> float:
+        """Seconds of a step against the table's; of a way not seen yet as of plain decoding."""
+        r = self._records[way]
+        if not r.steps and way:
+            return self._slow(0)
+        return (r.slow + 1) / (r.steps + 1)
+
+
+def share(trees: Sequence[Tree], rows: int) -> list[Tree]:
+    """The likeliest `rows` nodes of all the trees together: likely requests get more of them."""
+    if sum(map(len, trees)) <= rows:  # also when there are none
+        return list(trees)
+    owner = np.repeat(np.arange(len(trees)), [len(t) for t in trees])
+    likeliest = np.argsort(-np.concatenate([t.prob for t in trees]), kind="stable")[:rows]
+    counts = np.bincount(owner[likeliest], minlength=len(trees)).tolist()
+    return [t.best(n) for t, n in zip(trees, counts)]
