@@ -21,6 +21,7 @@ commands at a glance:
   boleinfer generate "def fibonacci(n):"     write on from a prompt with the bundled model
   boleinfer chat -m Qwen/Qwen3.5-0.8B        talk to a model from the hub
   boleinfer info ~/models/Qwen3.5-9B         what is in a model and how much memory it needs
+  boleinfer trace "def fibonacci(n):"        the same as a web page that shows what each step proposed and accepted
   boleinfer check                            does every op compute what its definition says on this machine?
   boleinfer verify                           does speculation change a single token, with your model and prompts?
   boleinfer doctor                           can the GPU be used here, and what to do if not?
@@ -70,6 +71,15 @@ up to 48 tokens unless -n says otherwise.
 
 exit status: 0 when all tokens are the same, or differ only where rounding decides; 1 when they differ
 """
+_TRACE = """\
+examples:
+  boleinfer trace "def fibonacci(n):"                 writes trace.html; open it in a browser, no network is needed
+  boleinfer trace -f prompt.py -n 100 -s 3 -o run.html -m ./my-model
+  boleinfer trace --json "import " | jq '.steps[1].nodes'
+
+The page shows each step's tree of guesses, who proposed them, which the model accepted, what they were expected to be
+worth, and where the time went. docs/trace.md says what is in the JSON.
+"""
 _DOCTOR = """\
 examples:
   boleinfer doctor
@@ -115,6 +125,18 @@ def build_parser() -> argparse.ArgumentParser:
     add_run_flags(generate)
     add_model_flags(generate)
     generate.set_defaults(run=_run_generate)
+
+    trace = command("trace", "write on from a prompt, and a web page that shows how", _TRACE)
+    trace.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to go on from; - or nothing reads stdin")
+    trace.add_argument("-f", "--file", metavar="FILE", help="read the prompt from FILE")
+    trace.add_argument("-o", "--out", metavar="FILE",
+                       help="default: trace.html, or stdout for the JSON; - is stdout")  # fmt: skip
+    trace.add_argument("--json", action="store_true", help="only the data of the page, as one JSON object")
+    _add_quiet(trace)
+    add_sampling_flags(trace, choices=False)
+    add_run_flags(trace)
+    add_model_flags(trace)
+    trace.set_defaults(run=_run_trace)
 
     chat = command("chat", "talk with a model, turn by turn", _CHAT)
     chat.add_argument("--system", metavar="TEXT", help="the system message")
@@ -231,6 +253,12 @@ def _run_generate(args: argparse.Namespace) -> int:
     from boleinfer.generate import generate
 
     return generate(args)
+
+
+def _run_trace(args: argparse.Namespace) -> int:
+    from boleinfer.trace import trace
+
+    return trace(args)
 
 
 def _run_chat(args: argparse.Namespace) -> int:

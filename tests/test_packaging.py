@@ -86,7 +86,7 @@ def test_wheel_holds_models_and_licences(wheel):
     assert any(n.endswith("licenses/LICENSE") for n in names) and any(n.endswith("licenses/NOTICE") for n in names)
     assert not [n for n in names if n.split("/")[0] not in {"boleinfer"} and ".dist-info" not in n]
     assert {f"boleinfer/cuda/{p.name}" for p in (ROOT / "cuda").glob("*.cu*")} <= names
-    assert "boleinfer/cuda/__init__.py" not in names
+    assert "boleinfer/cuda/__init__.py" not in names and "boleinfer/trace.html" in names
     sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "boleinfer").rglob("*.py")}
     assert sources <= names, f"not listed in pyproject's packages: {sorted(sources - names)}"
 

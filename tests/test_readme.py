@@ -14,7 +14,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 HELP = "".join(
     text
     for name, text in vars(cli).items()
-    if name in ("_MAIN", "_GENERATE", "_CHAT", "_INFO", "_CHECK", "_VERIFY", "_DOCTOR", "_BENCH")
+    if name in ("_MAIN", "_GENERATE", "_TRACE", "_CHAT", "_INFO", "_CHECK", "_VERIFY", "_DOCTOR", "_BENCH")
 )
 COMMANDS = sorted(set(re.findall(r"^ {2,}(?:.*[&|] )?(boleinfer [a-z].*)$", README + HELP, re.MULTILINE)))
 
@@ -31,7 +31,7 @@ def test_shown_commands_parse(line):
 
 
 def test_every_command_is_shown():
-    named = "generate chat info check verify doctor bench"
+    named = "generate trace chat info check verify doctor bench"
     assert {arguments(line)[0] for line in COMMANDS} == set(named.split())
 
 
