@@ -14,6 +14,8 @@ import numpy as np
 
 from boleinfer.declaration import MOST_EACH, TYPES, Constant, Dim, KernelError, KernelFile, Parameter
 
+MOST_BOX_ROWS = 256  # of what load_tile of cuda/tma.cuh copies
+
 
 class Arrays(Protocol):
     """What has to be known of a device's arrays."""
@@ -23,6 +25,8 @@ class Arrays(Protocol):
     def device_of(self, array: Any) -> int: ...
 
     def address(self, array: Any) -> int: ...
+
+    def tensor_map(self, array: Any, box_rows: int) -> np.generic: ...
 
 
 def check_constants(source: KernelFile, constants: Mapping[str, Constant]) -> dict[str, Constant]:
@@ -53,7 +57,7 @@ def check_arguments(
     arrays: Arrays,
     device: int,
 ) -> list[np.generic]:
-    """The values to pass, in the kernel's order: scalars in the declared type, arrays as 64-bit addresses.
+    """The values to pass, in the kernel's order: scalars in the declared type, arrays as 64-bit addresses or structs.
 
     Checks names, types, dtypes, shapes, strides, alignment, device, and that an array which is written overlaps no
     other one declared __restrict__. Raises KernelError for the first thing that differs.
@@ -82,8 +86,10 @@ def check_arguments(
         addresses.setdefault(i, []).append(check.array(parameter, array))
     for i, found in addresses.items():
         values[i] = _struct(found) if kernel[i].each else found[0]
-    for _, parameter, array in present:
+    for i, parameter, array in present:
         check.layout(parameter, array)
+        if parameter.box is not None:
+            values[i] = check.tensor_map(parameter, array)
     check.overlaps([(p, a) for _, p, a in present])
     return values
 
@@ -177,6 +183,19 @@ class _Check:
         if any(wrong):
             found = f"of strides {[s // item for s in array.strides]} (elements)"
             raise self.fail(parameter, found, f"expected {steps}{self._sources(parameter)}")
+
+    def tensor_map(self, parameter: Parameter, array: Any) -> np.generic:
+        """The TensorMap of a matrix whose layout is right, once it is one that cuda/tma.cuh can read."""
+        assert parameter.box is not None
+        rows, address = self._value(parameter, parameter.box), self.arrays.address(array)
+        if not 1 <= rows <= MOST_BOX_ROWS:
+            remedy = f"1 to {MOST_BOX_ROWS} are possible: change the constants"
+            raise self.fail(parameter, f"read in boxes of {rows} rows", remedy)
+        pitch = array.strides[0] if len(array) > 1 else array.nbytes
+        if address % 16 or pitch % 16:
+            found = f"at address {address:#x} with rows {pitch} bytes apart"
+            raise self.fail(parameter, found, "both must be multiples of 16: pass a copy, or use another kernel")
+        return self.arrays.tensor_map(array, rows)
 
     def _value(self, parameter: Parameter, dim: Dim) -> int:
         try:

@@ -7,12 +7,14 @@ A kernel is written with one parameter a line, and a comment that states each ar
         const float* __restrict__ bias,  // [D] or null
         Act* __restrict__ out,  // [R, D] strides [2*D, 1]
         const __grid_constant__ Each<const Act> k,  // [R, D] of each layer
+        const __grid_constant__ TensorMap<const Act> v,  // [R, D] strides [2*D, 1] box [16]
         int D,
         float factor)  // free text
 
 Capital names are sizes: a bare one is bound by the array, an expression (+ - * / % and parentheses, / rounds down) is
 computed. Without `strides` (in elements) an array is C-contiguous. `Each` (common.cuh) is up to MOST_EACH arrays that
-are alike, such as one of each layer. The file's leading comment may hold:
+are alike, such as one of each layer. A `TensorMap` (tma.cuh) describes a matrix that is read in boxes of so many rows,
+128 bytes wide. The file's leading comment may hold:
 
     // sizes: K=64,128 Act=bf16 | K=3 Act=float     what to compile in tests: sets of compile-time constants
     // arch: 90a                                    runs on these architectures only (default: on all)
@@ -60,7 +62,9 @@ _PARAMETER = re.compile(
     r"(?P<const>const\s+)?(?P<type>\w+(?:\s+\w+)*?)"
     r"\s*(?:(?P<star>\*)\s*(?P<restrict>__restrict__\s+)?|\s)(?P<name>[A-Za-z_]\w*)"
 )
-_EACH = re.compile(r"const\s+__grid_constant__\s+Each<(?P<array>[^<>*]+)>\s+(?P<name>[A-Za-z_]\w*)")
+_BY_VALUE = re.compile(
+    r"const\s+__grid_constant__\s+(?P<how>Each|TensorMap)<(?P<array>[^<>*]+)>\s+(?P<name>[A-Za-z_]\w*)"
+)
 _SIZE = r"\b[A-Z]\w*"
 _OPERATORS = {
     ast.Add: operator.add,
@@ -101,6 +105,7 @@ class Parameter:
     type:    its C type without const and *, or the name of a type constant
     aligned: its address is a multiple of this many bytes
     each:    it is an Each of arrays, passed as a list of them
+    box:     it is a TensorMap of a matrix, of which so many rows are read at once
     text:    the line as written, for messages
     """
 
@@ -115,6 +120,12 @@ class Parameter:
     line: int
     text: str
     each: bool = False
+    box: Dim | None = None
+
+    @property
+    def by_value(self) -> bool:
+        """Whether a struct is passed, not an address or a number."""
+        return self.each or self.box is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,8 +258,8 @@ def _parameters(text: str, start: int, path: Path, types: set[str]) -> tuple[Par
 
 
 def _parameter(code: str, comment: str, raw: str, line: int, path: Path, types: set[str]) -> Parameter:
-    each = _EACH.fullmatch(code.strip())
-    match = _PARAMETER.fullmatch(f"{each['array']}* {each['name']}" if each else code.strip())
+    struct = _BY_VALUE.fullmatch(code.strip())
+    match = _PARAMETER.fullmatch(f"{struct['array']}* {struct['name']}" if struct else code.strip())
     if match is None:
         _refuse(path, line, raw, "write it like `const float* __restrict__ x,  // [R, D]` or `int D,`")
     kind, array = " ".join(match["type"].split()), match["star"] is not None
@@ -259,6 +270,7 @@ def _parameter(code: str, comment: str, raw: str, line: int, path: Path, types: 
     if array and shape is None:
         _refuse(path, line, raw, "an array's comment begins with its shape, such as // [R, D]")
     strides = re.search(r"\bstrides \[([^\]]*)\]", comment) if array else None
+    box = re.search(r"\bbox \[([^\],]+)\]", comment) if struct and struct["how"] == "TensorMap" else None
     aligned = re.search(r"\baligned (\d+)\b", comment) if array else None
     parameter = Parameter(
         name=match["name"],
@@ -271,10 +283,14 @@ def _parameter(code: str, comment: str, raw: str, line: int, path: Path, types: 
         aligned=int(aligned[1]) if aligned else 1,
         line=line,
         text=" ".join(raw.split()),
-        each=each is not None,
+        each=struct is not None and struct["how"] == "Each",
+        box=_dims(box[1], raw, line, path)[0] if box else None,
     )
     if parameter.strides is not None and len(parameter.strides) != len(parameter.shape or ()):
         _refuse(path, line, raw, "shape and strides differ in length")
+    matrix = not parameter.writes and not parameter.optional and len(parameter.shape or ()) == 2
+    if struct and struct["how"] == "TensorMap" and not (matrix and parameter.box):
+        _refuse(path, line, raw, "a TensorMap is of a const matrix, such as // [R, D] box [64]")
     return parameter
 
 

@@ -25,13 +25,14 @@ from boleinfer.arguments import check_arguments, check_constants
 from boleinfer.declaration import Constant, KernelError, KernelFile, read
 from boleinfer.nvrtc import ToolchainError
 
-__all__ = ["OLDEST", "KernelError", "ToolchainError", "cuda_folder", "kernel_file", "launch", "usable"]
+__all__ = ["OLDEST", "KernelError", "ToolchainError", "cuda_folder", "kernel_file", "launch", "runs_here", "usable"]
 
 Extent = int | tuple[int, ...]
 _GRID, _BLOCK, _THREADS = (2**31 - 1, 65535, 65535), (1024, 1024, 64), 1024  # limits of every architecture
 OLDEST = 80  # the first architecture with bf16
 _EARLY_SINCE = 90  # the first architecture on which a kernel can start before the previous one is done
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+_UINT8, _BFLOAT16, _NOT_INTERLEAVED, _SWIZZLE_128B, _L2_128B, _ZEROS_OUTSIDE = 0, 9, 0, 3, 2, 0  # CUtensorMap's
 
 
 def launch(
@@ -76,6 +77,12 @@ def launch(
             f"{where}: CUDA refuses the launch with grid {shape[0]}, block {shape[1]} and {shared} bytes of dynamic "
             f"shared memory, or an earlier kernel has failed ({error})"
         ) from error
+
+
+def runs_here(file: str | Path) -> bool:
+    """Whether the current device is of an architecture that the kernels of cuda/`file` are for (its `// arch:`)."""
+    gpu = open_gpu()
+    return kernel_file(file).target(gpu.arch(gpu.device())) is not None
 
 
 def cuda_folder() -> Path:
@@ -176,6 +183,26 @@ class Gpu:
         """The device address of its first element."""
         return int(array.data.ptr)
 
+    def tensor_map(self, array: Any, box_rows: int) -> np.generic:
+        """The TensorMap by which cuda/tma.cuh reads a matrix: its bytes."""
+        (rows, columns), itemsize = array.shape, array.dtype.itemsize
+        made = ctypes.create_string_buffer(128 + 64)
+        start = -ctypes.addressof(made) % 64
+        status = self._driver.cuTensorMapEncodeTiled(
+            ctypes.byref(made, start),
+            {1: _UINT8, 2: _BFLOAT16}[itemsize],
+            2,
+            ctypes.c_void_p(self.address(array)),
+            (ctypes.c_uint64 * 2)(columns, rows),  # innermost first, as in the next three
+            (ctypes.c_uint64 * 1)(array.strides[0] if rows > 1 else columns * itemsize),
+            (ctypes.c_uint32 * 2)(128 // itemsize, box_rows),
+            (ctypes.c_uint32 * 2)(1, 1),
+            *(_NOT_INTERLEAVED, _SWIZZLE_128B, _L2_128B, _ZEROS_OUTSIDE),
+        )
+        if status:
+            raise RuntimeError(f"cuTensorMapEncodeTiled gives error {status}")
+        return np.void(made.raw[start : start + 128])
+
     def load(self, cubin: bytes) -> Any:
         """The cubin as a module of the current device; `get_function(name)` gives what launches a kernel."""
         module = self._cupy.cuda.function.Module()
@@ -192,7 +219,7 @@ class Gpu:
         shared: int,
         stream: Any,
     ) -> None:
-        """Queues a kernel by the driver's cuLaunchKernelEx: CuPy passes neither attributes nor an Each by value.
+        """Queues a kernel by the driver's cuLaunchKernelEx: CuPy passes neither attributes nor structs by value.
 
         early: it may start before the previous one of the stream is done (it waits by itself)"""
         stream = self._cupy.cuda.get_current_stream() if stream is None else stream
@@ -264,6 +291,6 @@ class _Module:
 @functools.cache
 def _module(gpu: Gpu, device: int, source: KernelFile, constants: tuple[tuple[str, Constant], ...]) -> _Module:
     job = nvrtc.job(source, dict(constants), gpu.arch(device), cuda_folder())
-    by_value = frozenset(name for name, parameters in source.kernels.items() if any(p.each for p in parameters))
+    by_value = frozenset(name for name, parameters in source.kernels.items() if any(p.by_value for p in parameters))
     early = source.early if int(gpu.arch(device)) >= _EARLY_SINCE else frozenset()
     return _Module(gpu, job.title, nvrtc.build(job, nvrtc.default_cache()).cubin, early, by_value)

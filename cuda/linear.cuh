@@ -30,24 +30,25 @@ __device__ __forceinline__ uint4 load_once_or_zero(const void* p, bool valid) {
   return valid ? __ldcs(reinterpret_cast<const uint4*>(p)) : make_uint4(0, 0, 0, 0);
 }
 
-// Four E4M3 numbers as two pairs of bf16, exactly (NaN, which weights do not hold, becomes 480).
-// s eeee mmm in the upper byte of a half word: bf16 has its exponent four bits lower, with a bias larger by 120.
-__device__ __forceinline__ void widen(unsigned four, unsigned& first, unsigned& second) {
-  const unsigned halves[2] = {__byte_perm(four, 0, 0x1404), __byte_perm(four, 0, 0x3424)};
-  unsigned pairs[2];
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const unsigned bits = (halves[i] & 0x80008000u) | ((halves[i] & 0x7f007f00u) >> 4);
-    const unsigned factor = 0x7b807b80u;  // 2^120, twice
-    __nv_bfloat162 a, b;
-    memcpy(&a, &bits, 4);
-    memcpy(&b, &factor, 4);
-    a = __hmul2(a, b);
-    memcpy(&pairs[i], &a, 4);
-  }
-  first = pairs[0];
-  second = pairs[1];
+// Two E4M3 numbers, each in the upper byte of a half word, as a pair of bf16, exactly (NaN, which weights do not hold,
+// becomes 480): of s eeee mmm, bf16 has the exponent four bits lower, with a bias larger by 120.
+__device__ __forceinline__ unsigned widen_halves(unsigned halves) {
+  unsigned bits = (halves & 0x80008000u) | ((halves & 0x7f007f00u) >> 4);
+  const unsigned factor = 0x7b807b80u;  // 2^120, twice
+  __nv_bfloat162 a, b;
+  memcpy(&a, &bits, 4);
+  memcpy(&b, &factor, 4);
+  a = __hmul2(a, b);
+  memcpy(&bits, &a, 4);
+  return bits;
 }
+
+// Four E4M3 numbers as two pairs; the lower two of them.
+__device__ __forceinline__ void widen(unsigned four, unsigned& first, unsigned& second) {
+  first = widen_halves(__byte_perm(four, 0, 0x1404));
+  second = widen_halves(__byte_perm(four, 0, 0x3424));
+}
+__device__ __forceinline__ unsigned widen_pair(unsigned two) { return widen_halves(__byte_perm(two, 0, 0x1404)); }
 
 // d += the products number 0 .. N-1 of 16 bytes of w (rows g and g+8 of a tile) with x: for bf16, N = 2 products and
 // 16 bytes of x; for FP8, N = 4 and 32 bytes.

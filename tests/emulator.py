@@ -193,6 +193,13 @@ class _Gpu:
         self.given.append(array)
         return int(array.ctypes.data)
 
+    def tensor_map(self, array: EmulatedArray, box_rows: int) -> np.generic:
+        """The TensorMap of emulated/emulated_tma.h."""
+        words = np.zeros(16, np.int64)
+        row_bytes = array.shape[1] * array.itemsize
+        words[:5] = array.ctypes.data, len(array), row_bytes, array.strides[0], box_rows
+        return np.void(words.tobytes())
+
 
 class _Module:
     """A file compiled for the CPU, in place of kernels._Module."""

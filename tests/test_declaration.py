@@ -231,3 +231,19 @@ def test_one_array_of_each_layer(array, writes):
     assert [d.text for d in parameter.strides] == ["Ld", "1"] and parameter.aligned == 16 and not parameter.restrict
     with pytest.raises(KernelError, match="write it like"):
         one(f"Each<{array}> x)  // [R, D]")
+
+
+def test_a_matrix_that_is_read_in_boxes():
+    parameter = one(
+        "const __grid_constant__ TensorMap<const bf16> w)  // [Dout, Din] strides [Ld, 1] box [64 * Groups]"
+    )
+    assert parameter.by_value and not parameter.each and not parameter.writes and parameter.type == "bf16"
+    assert parameter.box.value({"Groups": 3}) == 192
+    for array, comment in [
+        ("bf16", "[R, D] box [8]"),
+        ("const bf16", "[R, D]"),
+        ("const bf16", "[R, H, D] box [8]"),
+        ("const bf16", "[R, D] box [8] or null"),
+    ]:
+        with pytest.raises(KernelError, match="TensorMap is of a const matrix"):
+            one(f"const __grid_constant__ TensorMap<{array}> w)  // {comment}")

@@ -1,5 +1,7 @@
 """The emulator of tests/emulator.py: what its threads exchange, what it finds, and its number types."""
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -165,6 +167,103 @@ def test_copies_arrive_at_the_wait(run, groups):
     assert (y[0] == x[:128].reshape(32, 4)).all() if groups < 2 else np.isnan(y[0]).all()
     second = np.where(np.arange(32)[:, None] % 2, 0, x[128:].reshape(32, 4))
     assert (y[1] == second).all() if groups == 0 else np.isnan(y[1]).all()
+
+
+# ---- tiles and warpgroups --------------------------------------------------------------------------------------------
+
+TILES = """#include "tma.cuh"
+#include "wgmma.cuh"
+extern "C" __global__ void k(
+    const __grid_constant__ TensorMap<const bf16> a,  // [M, 128] box [64]
+    const __grid_constant__ TensorMap<const bf16> b,  // [N, 128] box [16]
+    float* y)  // [64, 16]
+{
+  extern __shared__ uint4 tiles[];
+  __shared__ Barrier full[2], empty;
+  char* const at = reinterpret_cast<char*>(tiles);  // a [64, 64], then b [16, 64]
+  const int t = threadIdx.x;
+  if (t == 0) make_barrier(full[0], 1), make_barrier(full[1], 1), make_barrier(empty, 4), barriers_made();
+  __syncthreads();
+  if (t == 128) {
+    for (int i = 0; i < 2; i++) {
+      EMPTY
+      arrive_expecting(full[i], BYTES);
+      load_tile(at, a, full[i], 64 * i, 1);
+      load_tile(at + 8192, b, full[i], 64 * i, 0);
+    }
+  }
+  if (t >= 128) return;
+  float d[8] = {};
+  for (int i = 0; i < 2; i++) {
+    FULL
+    wgmma_begin();
+    for (int step = 0; step < 4; step++) wgmma(d, Tile(at), Tile(at + 8192), step);
+    wgmma_end();
+    DONE
+    if (t % 32 == 0) arrive(empty);
+  }
+  for (int i = 0; i < 8; i++) {
+    y[(t / 32 * 16 + t % 32 / 4 + i / 2 % 2 * 8) * 16 + i / 4 * 8 + 2 * (t % 4) + i % 2] = d[i];
+  }
+}
+"""
+RIGHT = {
+    "EMPTY": "if (i) wait(empty, 0);",
+    "FULL": "wait(full[i], 0);",
+    "BYTES": "8192 + 2048",
+    "DONE": "wgmma_wait<0>();",
+}
+
+
+@pytest.fixture
+def tiles(tmp_path):
+    """tiles(order, **changes of RIGHT) -> y and what it should be: rows 1 .. 64 of a, of which the last is missing."""
+
+    def go(order="forward", **changes):
+        text, path = TILES, tmp_path / "k.cu"
+        for name, code in {**RIGHT, **changes}.items():
+            text = text.replace(name, code)
+        path.write_text(text)
+        kernels.kernel_file.cache_clear()
+        rng = np.random.default_rng(0)
+        a, b = (rng.standard_normal((rows, 128)).astype(ml_dtypes.bfloat16) for rows in (64, 16))
+        with emulated(order):
+            y = device.empty((64, 16), np.float32)
+            kernels.launch(path, "k", 1, 160, {"a": device.upload(a), "b": device.upload(b), "y": y}, shared=10240)
+        below = np.concatenate((a[1:], np.zeros_like(a[:1]))).astype(np.float64)
+        return y.get(), below @ b.astype(np.float64).T
+
+    return go
+
+
+@pytest.mark.parametrize("order", emulator.ORDERS)
+def test_products_of_tiles(tiles, order):
+    y, expected = tiles(order)
+    assert np.allclose(y, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"FULL": ""},  # nobody waits for the tiles
+        {"FULL": "if (i == 0) wait(full[0], 0);"},
+        {"FULL": "wait(full[i], 1);"},  # the parity of the phase before, which is always over
+        {"EMPTY": ""},  # tiles are overwritten while they are read
+        {"EMPTY": "if (i) wait(empty, 1);"},
+        {"DONE": ""},  # nobody waits for the products
+        {"DONE": "wgmma_wait<1>();"},
+        {"BYTES": "8192"},
+        {"BYTES": "16384"},
+        {"FULL": "wait(full[i], 0);\n if (t < 32) continue;"},
+    ],
+)
+def test_a_warpgroup_that_does_not_wait_is_found(tiles, changes):
+    for order in emulator.ORDERS:
+        try:
+            y, expected = tiles(order, **changes)
+            assert not np.allclose(y, expected, atol=1e-4)
+        except KernelError as error:
+            assert re.search("deadlock|nobody waits for load_tile", str(error))
 
 
 # ---- what is found ---------------------------------------------------------------------------------------------------

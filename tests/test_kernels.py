@@ -409,3 +409,33 @@ def test_arrays_of_layers_are_checked_one_by_one_and_passed_by_value(gpu, tmp_pa
     ]:
         with pytest.raises(KernelError, match=message):
             launch(file, "k", 1, 32, {"x": wrong, "Ld": 8})
+
+
+def test_a_matrix_read_in_boxes_is_checked_and_passed_by_value(gpu, tmp_path, monkeypatch):
+    file, seen = tmp_path / "boxes.cu", []
+    file.write_text(
+        "// sizes: Rows=8\n"
+        'extern "C" __global__ void k(\n'
+        "  const __grid_constant__ TensorMap<const bf16> x,  // [R, D] strides [Ld, 1] box [Rows]\n"
+        "  int D,\n  int Ld)\n{ }\n"
+    )
+    bf16 = ml_dtypes.bfloat16
+    monkeypatch.setattr(FakeGpu, "launch_directly", lambda *a: seen.append(a[1:]), raising=False)
+    monkeypatch.setattr(FakeGpu, "tensor_map", lambda self, array, rows: np.void(bytes([rows]) * 128), raising=False)
+
+    def go(x, D=8, Ld=16, Rows=8):
+        launch(file, "k", 1, 32, {"x": x, "D": D, "Ld": Ld}, constants={"Rows": Rows})
+
+    go(aligned((3, 16), bf16)[:, :8])
+    ((_, early, _, _, (value, *_), *_),) = seen
+    assert not early and value.tobytes() == bytes([8]) * 128
+    for wrong, message in [
+        (lambda: go(aligned((3, 16), bf16)[:, :8], Rows=257), "read in boxes of 257 rows, .*1 to 256 are possible"),
+        (lambda: go(aligned((3, 16), bf16)[:, 1:9]), "at address .* with rows 32 bytes apart.*multiples of 16"),
+        (lambda: go(aligned((3, 12), bf16)[:, :8], Ld=12), "with rows 24 bytes apart"),
+        (lambda: go(aligned((3, 16), bf16)), r"\[3, 16\].*D = 8|D is 8 .*16"),
+        (lambda: go(aligned((3, 16))[:, :8]), "pass bfloat16"),
+        (lambda: go(None), "x is None"),
+    ]:
+        with pytest.raises(KernelError, match=message):
+            wrong()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from boleinfer import device, kernels
+from boleinfer import device, hopper, kernels
 from boleinfer.device import Array, Fp8
 from boleinfer.ops import Case, sigmoid, silu
 
@@ -92,7 +92,7 @@ MOST_TICKETS = 512  # tiles of linear_rows below LARGE features, at most
 
 
 def _linear_gpu(x: Array, w: Array | Fp8, dtype: Any, gated: bool = False) -> Array:
-    """The kernel by types, alignment and number of rows; nothing else decides. Gated: swiglu of it, with the same bits.
+    """The kernel by architecture, types, alignment and number of rows; nothing else decides. Gated: swiglu of it.
 
     The kernels read w before the kernels queued earlier are done: whatever makes weights is waited for once, at load.
     """
@@ -101,11 +101,16 @@ def _linear_gpu(x: Array, w: Array | Fp8, dtype: Any, gated: bool = False) -> Ar
     Ldx = x.strides[0] // x.itemsize if R > 1 else Din
     words = Din % (16 // bits.itemsize) == 0 and Ldx % 8 == 0  # rows of x and w are whole 16-byte words
     plain = device.c_type(x) != "bf16" or device.c_type(bits) == "float" or not words
-    few = not plain and (R <= FEW_ROWS or (R <= SOME_ROWS and Dout <= FEW_FEATURES))
-    if gated and not (few and Dout % 16 == 0):
+    on_hopper = not plain and kernels.runs_here(hopper.FILE)
+    many, few = R > SOME_ROWS, R <= FEW_ROWS or (R <= SOME_ROWS and Dout <= FEW_FEATURES)
+    one_launch = not (many and scale is not None) if on_hopper else few and not plain and Dout % 16 == 0
+    if gated and not one_launch:
         return swiglu(_linear_gpu(x, w, dtype))
     out = device.empty((R, Dout // 2 if gated else Dout), dtype)
-    if not out.size:
+    if not out.size or (many and not plain and scale is None and not gated and blas(x, bits, out)):
+        return out
+    if on_hopper:
+        hopper.product(x, bits, scale, out, gated=gated)
         return out
     args = {"x": x, "w": bits, "scale": scale, "out": out, "R": R, "Ldx": Ldx, "Din": Din, "Dout": Dout}
     types = {"Wt": device.c_type(bits), "Out": device.c_type(out)}
@@ -114,9 +119,9 @@ def _linear_gpu(x: Array, w: Array | Fp8, dtype: Any, gated: bool = False) -> Ar
         kernels.launch("linear_any.cu", "linear_any", grid, 256, args, constants={"Act": device.c_type(x), **types})
     elif few:
         _few_rows(args, types, gated)
-    elif R <= SOME_ROWS:
+    elif not many:
         _some_rows(args, types)
-    elif types["Wt"] != "bf16" or not blas(x, bits, out):
+    else:
         _many_rows(args, types)
     return out
 
@@ -184,8 +189,9 @@ def _some_rows(args: dict[str, Any], types: dict[str, str]) -> None:
 
 
 def most_sums(R: int, widest: int) -> int:
-    """Float32 numbers that linear_rows keeps beside its result, at most, for R rows or fewer of so many features."""
-    return 4 * (min(widest, LARGE) + 256) * min(SOME_ROWS, 1 << max(4, (R - 1).bit_length()))
+    """Float32 numbers that a product keeps beside its result, at most, for R rows or fewer of so many features."""
+    rows = min(SOME_ROWS, 1 << max(4, (R - 1).bit_length()))
+    return max(4 * (min(widest, LARGE) + 256) * rows, hopper.most_sums(R, widest))
 
 
 def _many_rows(args: dict[str, Any], types: dict[str, str]) -> None:

@@ -71,6 +71,16 @@ void load_matrices(unsigned* r, const void* row, bool transposed, Site site);
 void copy_async(void* shared, const void* src, bool valid, Site site);
 void copy_commit();
 void copy_wait(int still);
+void make_barrier(int* barrier, int arrivals, Site site);
+void arrive(int* barrier, int bytes, Site site);
+void wait(int* barrier, int parity, Site site);
+void load_box(void* to, const char* base, long long rows, long long row_bytes, long long pitch, long long box_rows,
+              long long row, long long column, int* barrier, Site site);
+void wgmma_begin(Site site);
+void wgmma_end(Site site);
+void wgmma_wait(int still, Site site);
+void wgmma(float* d, int numbers, const char* a, const char* b, int step, Site site);
+void wgmma(float* d, int numbers, const unsigned (&a)[4], const char* b, int step, Site site);
 [[noreturn]] void fail(const char* what, Site site);
 
 template <class T>

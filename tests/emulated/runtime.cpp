@@ -91,17 +91,90 @@ void resolve_matrices(Exchange** lanes, unsigned) {
   }
 }
 
-bool in_shared(const void* p) {
+bool in_shared(const void* p, size_t bytes) {
   const char* c = static_cast<const char*>(p);
-  return (c >= shared_begin && c + 16 <= shared_end) ||
-         (c >= dynamic_shared && c + 16 <= dynamic_shared + dynamic_bytes);
+  return (c >= shared_begin && c + bytes <= shared_end) ||
+         (c >= dynamic_shared && c + bytes <= dynamic_shared + dynamic_bytes);
 }
 
-void check_shared(const char* name, const void* p, Site site) {
-  if (!in_shared(p)) stop_thread(std::string(name) + " " + at(site) + ": the address is not in shared memory");
-  if (reinterpret_cast<uintptr_t>(p) % 16) {
-    stop_thread(std::string(name) + " " + at(site) + ": the address in shared memory is no multiple of 16");
+void check_shared(const char* name, const void* p, Site site, size_t bytes = 16, unsigned multiple = 16) {
+  if (!in_shared(p, bytes)) stop_thread(std::string(name) + " " + at(site) + ": the address is not in shared memory");
+  if (reinterpret_cast<uintptr_t>(p) % multiple) {
+    stop_thread(std::string(name) + " " + at(site) + text(": the address in shared memory is no multiple of %u", multiple));
   }
+}
+
+// ---- barriers in shared memory, boxes, products of a warpgroup --------------------------------------------------------
+
+enum { ARRIVALS, MISSING, BYTES, PHASE };  // of a Barrier
+
+void check_barrier(const int* barrier, Site site) {
+  check_shared("a barrier", barrier, site, 16, 8);
+  if (barrier[ARRIVALS] < 1) stop_thread("a barrier that nobody made is used at " + at(site));
+}
+
+void end_phase(int* barrier) {
+  if (barrier[MISSING] || barrier[BYTES]) return;
+  barrier[MISSING] = barrier[ARRIVALS];
+  barrier[PHASE]++;
+  for (int t = 0; t < count; t++) {
+    Thread& thread = threads[t];
+    if (thread.state == IN_PHASE && thread.phase_of == barrier && barrier[PHASE] % 2 != thread.parity) {
+      thread.state = READY;
+    }
+  }
+}
+
+void deliver(int* barrier) {
+  size_t kept = 0;
+  std::vector<Box> here;
+  for (Box& box : boxes) {
+    if (box.barrier == barrier) {
+      here.push_back(box);
+    } else {
+      boxes[kept++] = box;
+    }
+  }
+  boxes.resize(kept);
+  for (const Box& box : here) {
+    memcpy(box.to, box.bytes.data(), box.bytes.size());
+    barrier[BYTES] -= int(box.bytes.size());
+    end_phase(barrier);
+  }
+}
+
+// Row `row` of a tile, its 16 numbers number `step`.
+void read_tile(unsigned short (&to)[16], const char* tile, int row, int step) {
+  for (int half = 0; half < 2; half++) {
+    const int unit = (2 * step + half) ^ row % 8;
+    memcpy(to + 8 * half, tile + 128 * row + 16 * unit, 16);
+  }
+}
+
+void multiply(const Wgmma& p, float* d) {
+  const int lane = current % 32, first = current / 32 % 4 * 16 + lane / 4;
+  unsigned short a[2][16], b[16];
+  memcpy(a, p.from, sizeof a);
+  for (int i = 0; i < 2 && p.a; i++) read_tile(a[i], p.a, first + 8 * i, p.step);
+  for (int j = 0; j < p.numbers / 2; j++) {
+    read_tile(b, p.b, j / 2 * 8 + 2 * (lane % 4) + j % 2, p.step);
+    for (int i = 0; i < 2; i++) {
+      float& sum = d[j / 2 * 4 + 2 * i + j % 2];
+      for (int k = 0; k < 16; k++) sum += low(a[i][k]) * low(b[k]);
+    }
+  }
+}
+
+void queue_product(Wgmma p, Site site) {
+  Thread& own = threads[current];
+  check_shared("wgmma", p.b, site, 256 * p.numbers, 1024);
+  if (!own.begun) stop_thread("wgmma " + at(site) + ": no wgmma_begin() before it");
+  bool known = false;
+  for (const Accumulators& a : own.held) known |= a.d == p.d;
+  if (!known) own.held.push_back({p.d, std::vector<float>(p.d, p.d + p.numbers)});
+  memset(p.d, 0xff, p.numbers * sizeof(float));
+  p.group = own.product_groups;
+  own.products.push_back(p);
 }
 
 }  // namespace
@@ -178,6 +251,101 @@ void copy_wait(int still) {
     }
   }
   own.copies.resize(kept);
+}
+
+void make_barrier(int* barrier, int arrivals, Site site) {
+  check_shared("make_barrier", barrier, site, 16, 8);
+  barrier[ARRIVALS] = barrier[MISSING] = arrivals;
+  barrier[BYTES] = barrier[PHASE] = 0;
+}
+
+void arrive(int* barrier, int bytes, Site site) {
+  check_barrier(barrier, site);
+  barrier[BYTES] += bytes;
+  if (barrier[MISSING]-- < 1) stop_thread("more arrivals than the barrier has at " + at(site));
+  end_phase(barrier);
+}
+
+void wait(int* barrier, int parity, Site site) {
+  check_barrier(barrier, site);
+  deliver(barrier);
+  if (barrier[PHASE] % 2 != parity) return;
+  Thread& own = threads[current];
+  own.phase_of = barrier, own.parity = parity, own.site = site, own.state = IN_PHASE;
+  leave();
+}
+
+void load_box(void* to, const char* base, long long rows, long long row_bytes, long long pitch, long long box_rows,
+              long long row, long long column, int* barrier, Site site) {
+  check_shared("load_tile", to, site, 128 * box_rows, 1024);
+  check_barrier(barrier, site);
+  Box box{static_cast<char*>(to), std::vector<char>(128 * box_rows), barrier, site};
+  for (int r = 0; r < box_rows; r++) {
+    for (int i = 0; i < 128; i++) {
+      const bool inside = row + r >= 0 && row + r < rows && column + i >= 0 && column + i < row_bytes;
+      box.bytes[128 * r + (i / 16 ^ r % 8) * 16 + i % 16] = inside ? base[(row + r) * pitch + column + i] : 0;
+    }
+  }
+  memset(to, 0xff, box.bytes.size());
+  boxes.push_back(box);
+  for (int t = 0; t < count; t++) {
+    if (threads[t].state == IN_PHASE && threads[t].phase_of == barrier) return deliver(barrier);
+  }
+}
+
+void wgmma_begin(Site site) {
+  warp_barrier(~0u, site);
+  threads[current].begun = true;
+}
+
+void wgmma_end(Site site) {
+  warp_barrier(~0u, site);
+  threads[current].begun = false;
+  threads[current].product_groups++;
+}
+
+void wgmma_wait(int still, Site site) {
+  warp_barrier(~0u, site);
+  Thread& own = threads[current];
+  std::vector<Wgmma> kept;
+  for (const Wgmma& p : own.products) {
+    if (p.group >= own.product_groups - still) {
+      kept.push_back(p);
+      continue;
+    }
+    for (Accumulators& a : own.held) {
+      if (a.d == p.d) multiply(p, a.values.data());
+    }
+  }
+  own.products = kept;
+  std::vector<Accumulators> held;
+  for (const Accumulators& a : own.held) {
+    bool more = false;
+    for (const Wgmma& p : kept) more |= p.d == a.d;
+    if (more) {
+      held.push_back(a);
+    } else {
+      memcpy(a.d, a.values.data(), a.values.size() * sizeof(float));
+    }
+  }
+  own.held = held;
+  warp_barrier(~0u, site);  // no lane may tell others that it is done with the tiles before all are
+}
+
+void wgmma(float* d, int numbers, const char* a, const char* b, int step, Site site) {
+  check_shared("wgmma", a, site, 64 * 128, 1024);
+  queue_product({d, numbers, 0, step, a, b, {}}, site);
+}
+
+void wgmma(float* d, int numbers, const unsigned (&a)[4], const char* b, int step, Site site) {
+  Wgmma p{d, numbers, 0, step, nullptr, b, {}};
+  const int g = current % 32 / 4;
+  for (int i = 0; i < 4; i++) {
+    unsigned long long all[32];
+    gather("wgmma", ~0u, a[i], all, site);
+    for (int t = 0; t < 4; t++) memcpy(&p.from[i % 2][i / 2 * 8 + 2 * t], &all[4 * g + t], 4);
+  }
+  queue_product(p, site);
 }
 
 void fail(const char* what, Site site) { stop_thread(std::string(what) + " at " + at(site)); }

@@ -48,7 +48,26 @@ struct Copy {
   int group;
 };
 
-enum State { READY, IN_WARP, IN_BLOCK, ENDED };
+struct Box {  // on its way into shared memory
+  char* to;
+  std::vector<char> bytes;
+  int* barrier;
+  Site site;
+};
+
+struct Wgmma {  // a product that is not done yet
+  float* d;
+  int numbers, group, step;
+  const char *a, *b;            // tiles; or
+  unsigned short from[2][16];   // the lane's two rows of A
+};
+
+struct Accumulators {  // what d is while it must not be touched
+  float* d;
+  std::vector<float> values;
+};
+
+enum State { READY, IN_WARP, IN_BLOCK, IN_PHASE, ENDED };
 
 struct Thread {
 #ifdef __x86_64__
@@ -66,9 +85,15 @@ struct Thread {
   Site site;
   std::vector<Copy> copies;
   int groups;
+  int *phase_of, parity;  // what it waits for
+  std::vector<Wgmma> products;
+  std::vector<Accumulators> held;
+  int product_groups;
+  bool begun;
 };
 
 Thread threads[MOST];
+std::vector<Box> boxes;
 char* stacks;
 int count, current;
 void (*kernel)(void**);
@@ -192,6 +217,7 @@ void deadlock() {
       const Exchange& own = *thread.exchange;
       where = text("at %s %s, mask %08x", own.name, at(own.site).c_str(), own.mask);
     }
+    if (thread.state == IN_PHASE) where = text("at wait %s for parity %d", at(thread.site).c_str(), thread.parity);
     auto& group = groups.insert({where, {t, 0}}).first->second;
     group.second++;
   }
@@ -271,8 +297,12 @@ void run_block() {
     prepare(t);
     threads[t].state = READY;
     threads[t].copies.clear();
-    threads[t].groups = 0;
+    threads[t].groups = threads[t].product_groups = 0;
+    threads[t].products.clear();
+    threads[t].held.clear();
+    threads[t].begun = false;
   }
+  boxes.clear();
   int warps[MOST / 32];
   const int n = (count + 31) / 32;
   for (;;) {
@@ -289,6 +319,7 @@ void run_block() {
     if (ended + waiting != count) deadlock();
     open_barrier();
   }
+  if (!boxes.empty()) stop("block " + place(block_index) + ": nobody waits for load_tile " + at(boxes[0].site));
   if (memcmp(dynamic_shared + dynamic_bytes, zeros, sizeof zeros)) {
     stop("block " + place(block_index) + text(": wrote beyond the %u bytes of dynamic shared memory", dynamic_bytes));
   }

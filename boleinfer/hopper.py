@@ -1,0 +1,119 @@
+"""The dense product on sm_90a (cuda/linear_hopper.cu): how multiprocessors share it, and its launch. Knows no op."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from boleinfer import device, kernels
+from boleinfer.device import Array
+
+FILE = "linear_hopper.cu"
+FIXED_ROWS = 128  # up to which a row's bits do not depend on the rows beside it
+LONG, SHORT = 190 * 1024, 106 * 1024  # bytes of a ring; two blocks with SHORT ones fit on a multiprocessor
+LONG_FROM = 384 * 1024  # bytes that a block reads from which it has a LONG one
+MOST_DEPTH = 24  # places of a ring
+MOST_PROCESSORS = 144  # of a GPU of this architecture
+# what a cut costs, in bytes that a multiprocessor could read meanwhile, and how much faster than its share it can read
+TO_JOIN, TO_JOIN_ONE, MOST_PARTS, QUICKEST = 50_000, 6_600, 16, 1.2
+
+
+class Cut(NamedTuple):
+    """How a product is cut: warpgroups of a tile, tiles with all of k, and into how many parts k of the others is."""
+
+    groups: int
+    whole: int
+    parts: int
+
+    def tiles(self, width: int) -> int:
+        """Of so many features."""
+        return -(-width // (64 * self.groups))
+
+
+@functools.cache
+def cut(width: int, row_bytes: int, slabs: int, processors: int) -> Cut:
+    """The cut that should take the least time. It depends on the matrix alone, and with it a row's bits.
+
+    width: features of the result; row_bytes: of a row of w; slabs: 2 where each feature takes two of them.
+    Blocks take full rounds of tiles with all of k; k of the tiles left is cut so that each block has one piece more.
+    """
+    share = width * slabs * row_bytes / processors
+
+    def cost(c: Cut) -> float:
+        rounds = -(-c.whole // processors) + (c.tiles(width) > c.whole) / c.parts
+        each = rounds * 64 * c.groups * slabs * row_bytes
+        return max(share, each / QUICKEST) + (TO_JOIN + TO_JOIN_ONE * c.parts if c.parts > 1 else 0)
+
+    candidates = []
+    for groups in (3, 2, 1)[slabs - 1 :]:
+        tiles = Cut(groups, 0, 1).tiles(width)
+        left = tiles % processors
+        most = max(1, min(MOST_PARTS, processors // left, row_bytes // 128)) if left else 1
+        candidates += [Cut(groups, tiles - left if parts > 1 else tiles, parts) for parts in range(1, most + 1)]
+    return min(candidates, key=cost)
+
+
+def product(
+    x: Array, w: Array, scale: Array | None, out: Array, more: Array | None = None, gated: bool = False
+) -> None:
+    """out = x w^T of bf16 x [R, Din] and bf16 or FP8 w [Dout, Din]; gated: of its halves silu(gate) * up.
+
+    more: float32 [R, any], the features behind those of out, which are a multiple of 4. Rows of x and w are whole
+    16-byte words, at multiples of 16 bytes. Raises KernelError for what does not fit."""
+    (R, Din), Dout, fp8 = x.shape, len(w), w.itemsize == 1
+    slabs, processors, chunks = 1 + gated, device.multiprocessors(), -(-Din * w.itemsize // 128)
+    width = Dout // slabs
+    c = cut(width, Din * w.itemsize, slabs, processors) if R <= FIXED_ROWS else _for_many_rows(width)
+    most = (32 if gated else 64) if fp8 else (128 if gated or R <= FIXED_ROWS else 256)
+    rows = next(n for n in (8, 16, 32, 64, 128, 256) if n >= min(R, most))
+    row_tiles, cut_tiles = -(-R // rows), c.tiles(width) - c.whole
+    units = row_tiles * (c.whole + cut_tiles * c.parts)
+    place = 8192 * c.groups * slabs + 128 * rows * (1 + fp8)
+    each = -(-units // processors) * -(-chunks // (c.parts if c.whole == 0 else 1))  # chunks of a block, at most
+    ring = LONG if each * place >= LONG_FROM else SHORT
+    depth = max(2, min(ring // place, each, MOST_DEPTH))
+    sums, tickets = None, None
+    if cut_tiles:
+        sums = device.empty(row_tiles * cut_tiles * c.parts * 64 * c.groups * slabs * rows, np.float32)
+        tickets = device.counters(row_tiles * cut_tiles * 4 * c.groups)
+    args: dict[str, Any] = {"x": x, "w": w, "scale": scale, "sums": sums, "tickets": tickets, "out": out, "more": more}
+    kernels.launch(
+        FILE,
+        "linear_hopper",
+        min(processors, units),
+        32 * (4 * c.groups + 1),
+        {
+            **args,
+            "R": R,
+            "Ldx": x.strides[0] // x.itemsize if R > 1 else Din,
+            "Din": Din,
+            "Dout": Dout,
+            "First": out.shape[1],
+            "Whole": c.whole,
+            "Parts": c.parts,
+            "Depth": depth,
+            "Sums": 0 if sums is None else sums.size,
+            "Tickets": 0 if tickets is None else tickets.size,
+        },
+        shared=1024 + depth * place,
+        constants={
+            "Wt": device.c_type(w),
+            "Out": device.c_type(out),
+            "Rows": rows,
+            "Groups": c.groups,
+            "Gated": int(gated),
+        },
+    )
+
+
+def _for_many_rows(width: int) -> Cut:
+    """Whole tiles of 128 features: with 256 rows as many products as tensor cores can do."""
+    return Cut(2, Cut(2, 0, 1).tiles(width), 1)
+
+
+def most_sums(R: int, widest: int) -> int:
+    """Float32 numbers that a product keeps beside its result, at most, for R rows or fewer of so many features."""
+    rows = min(FIXED_ROWS, 1 << max(3, (R - 1).bit_length()))
+    return 2 * min(MOST_PARTS * (widest + 192), MOST_PROCESSORS * 192) * rows

@@ -1,0 +1,272 @@
+// x w^T on tensor cores of sm_90a (wgmma), bf16 x, bf16 or FP8 w, or of its halves silu(gate) * up. Definitions: linear and
+// gated_linear in boleinfer/ops/linear.py. Sums in float32; Gated rounds them to Out before it goes on, as linear does.
+//
+// A tile of out is Rows rows and 64 features of each of Groups warpgroups, which for Gated take the same features of up as
+// well. The first Whole tiles of features are a unit each; k of the others is cut into Parts parts, a unit each. A unit's
+// chunks of k are added up in order (an FP8 block of 128 k on its own, then scaled), then the parts in order, by the warp
+// that ends last of those that own its features. None of this depends on R: a row has the same bits whatever is
+// beside it.
+//
+// grid: one block a multiprocessor, at most; a block takes every gridDim.x-th unit. block: a warpgroup for 64 features each
+// and one warp more, whose first thread asks for tiles. Depth places of a ring hold a chunk of w and of x; what is
+// asked for of w before x is there fills the ring.
+// shared: 1 KB + Depth * (8 KB * Groups * (1 + Gated) + 128 bytes * Rows (twice for FP8)); 640 bytes a warp. Read twice: x,
+// by every tile of features (L2), w by every tile of rows.
+//
+// arch: 90a
+// sizes: Wt=bf16 Out=bf16 Rows=8,64 Groups=3 Gated=0 | Wt=bf16 Out=float Rows=16,128 Groups=3 Gated=0 | Wt=bf16 Out=bf16 Rows=8,32,128 Groups=2 Gated=1 | Wt=bf16 Out=bf16 Rows=256 Groups=2 Gated=0 | Wt=fp8 Out=bf16 Rows=8,64 Groups=3 Gated=0 | Wt=fp8 Out=bf16 Rows=8,32 Groups=2 Gated=1
+#include "linear.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
+
+constexpr int ROW_BYTES = 128, SLAB = 64 * ROW_BYTES;  // of a tile in shared memory; of 64 rows
+constexpr int K = ROW_BYTES / sizeof(Wt), X_TILES = K / 64;  // k of a chunk; tiles of x in it
+constexpr int WARPS = 4 * Groups, SLABS = 1 + Gated, RESULTS = 64 * Groups;  // RESULTS: features of out in a tile
+constexpr int X_TILE = Rows * ROW_BYTES, X_BYTES = X_TILES * X_TILE, PLACE = X_BYTES + SLABS * Groups * SLAB;
+constexpr int SUMS = Rows / 2;  // of a lane and slab
+constexpr int MOST = 24;  // places of a ring
+
+// A piece of work: chunks begin .. end - 1 of a tile. part: which of Parts, -1 when it is all of k.
+struct Unit {
+  int row, tile, part, begin, end;
+};
+
+// All units, tiles of rows first.
+struct Units {
+  int row_tiles, whole, parts, chunks, count;
+
+  __device__ __forceinline__ Unit operator[](int i) const {
+    const int row = i % row_tiles * Rows, u = i / row_tiles;
+    if (u < whole) return {row, u, -1, 0, chunks};
+    const int part = (u - whole) % parts;
+    return {row, whole + (u - whole) / parts, part, part * chunks / parts, (part + 1) * chunks / parts};
+  }
+};
+
+// The chunks of a block's units, one after another.
+struct Walk {
+  const Units& units;
+  int next;
+  Unit unit;
+  int chunk;
+
+  __device__ __forceinline__ explicit Walk(const Units& all) : units(all), next(blockIdx.x) { enter(); }
+  __device__ __forceinline__ bool more() const { return next < units.count; }
+  __device__ __forceinline__ void enter() {
+    if (more()) unit = units[next], chunk = unit.begin;
+  }
+  __device__ __forceinline__ void advance() {
+    if (++chunk == unit.end) next += gridDim.x, enter();
+  }
+};
+
+// A place of the ring, and the parity of its turn.
+struct Turn {
+  int depth, place = 0, parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++place == depth) place = 0, parity ^= 1;
+  }
+};
+
+// A of product `step` from a slab of FP8: rows g and g + 8 of the warp.
+__device__ __forceinline__ void widen_rows(unsigned (&a)[4], const char* slab, int step) {
+  const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+  const char* at = slab + (threadIdx.x / WARP % 4 * 16 + g) * ROW_BYTES + ((step ^ g) * 16 + 2 * t);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    a[i] = widen_pair(*reinterpret_cast<const unsigned short*>(at + i % 2 * 8 * ROW_BYTES + i / 2 * 8));
+  }
+}
+
+// The next four numbers of a row, or as many as exist.
+template <class T>
+__device__ __forceinline__ void store_four(T* to, const float* four, int exist) {
+  struct alignas(4 * sizeof(T)) Four {
+    T v[4];
+  };
+  const Four numbers{from_float<T>(four[0]), from_float<T>(four[1]), from_float<T>(four[2]), from_float<T>(four[3])};
+  if (exist >= 4 && reinterpret_cast<unsigned long long>(to) % sizeof(Four) == 0) {
+    *reinterpret_cast<Four*>(to) = numbers;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (i < exist) to[i] = numbers.v[i];
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 1), 1) linear_hopper(
+    const __grid_constant__ TensorMap<const Wt> w,    // [Dout, Din] box [64 * Groups]
+    const __grid_constant__ TensorMap<const bf16> x,  // [R, Din] strides [Ldx, 1] box [Rows]
+    const float* __restrict__ scale,  // [(Dout + 127) / 128, (Din + 127) / 128] or null; of FP8 w
+    float* __restrict__ sums,         // [Sums] aligned 16 or null; of parts of tiles, lane by lane
+    int* __restrict__ tickets,        // [Tickets] or null; of each warp of a cut tile, 0 before and after
+    Out* __restrict__ out,            // [R, First] or null
+    float* __restrict__ more,         // [R, Dout / (1 + Gated) - First] or null; the features from First on, a multiple of 4
+    int R,
+    int Ldx,
+    int Din,
+    int Dout,
+    int First,
+    int Whole,
+    int Parts,
+    int Depth,
+    int Sums,
+    int Tickets)
+{
+  extern __shared__ uint4 dynamic[];
+  __shared__ Barrier full[MOST], empty[MOST];
+  __shared__ __align__(16) float results[WARPS][8][20];  // rows, 16 features, not all in the same banks
+  char* const ring = reinterpret_cast<char*>(((unsigned long long)dynamic + 1023) / 1024 * 1024);
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const int chunks = (Din + K - 1) / K, width = Dout / SLABS, tiles = (width + RESULTS - 1) / RESULTS;
+  const int row_tiles = (R + Rows - 1) / Rows;
+  const Units units{row_tiles, Whole, Parts, chunks, row_tiles * (Whole + (tiles - Whole) * Parts)};
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Depth; i++) make_barrier(full[i], 1), make_barrier(empty[i], WARPS);
+    barriers_made();
+  }
+  __syncthreads();
+
+  if (warp == WARPS) {
+    if (lane) return;
+    Walk of_w(units), of_x(units);
+    const auto ask_w = [&](int place) {
+      arrive_expecting(full[place], PLACE);
+#pragma unroll
+      for (int s = 0; s < SLABS; s++) {
+        char* to = ring + place * PLACE + X_BYTES + s * Groups * SLAB;
+        load_tile(to, w, full[place], of_w.chunk * K, of_w.unit.tile * RESULTS + s * width);
+      }
+      of_w.advance();
+    };
+    const auto ask_x = [&](int place) {
+#pragma unroll
+      for (int i = 0; i < X_TILES; i++) {
+        char* to = ring + place * PLACE + i * X_TILE;
+        load_tile(to, x, full[place], of_x.chunk * K + i * 64, of_x.unit.row);
+      }
+      of_x.advance();
+    };
+    int early = 0;
+    for (; early < Depth && of_w.more(); early++) ask_w(early);
+    after_previous();
+    for (int i = 0; i < early; i++) ask_x(i);
+    for (Turn turn{Depth}; of_w.more(); turn.advance()) {
+      wait(empty[turn.place], turn.parity);
+      ask_w(turn.place);
+      ask_x(turn.place);
+    }
+    return;
+  }
+
+  after_previous();
+  const int g = lane / 4, t = lane % 4, slab = warp / 4 * SLAB;
+  Turn turn{Depth};
+  for (int next = blockIdx.x; next < units.count; next += gridDim.x) {
+    const Unit unit = units[next];
+    const int feature = unit.tile * RESULTS + warp * 16;
+    float sum[SLABS][SUMS] = {};
+    if constexpr (sizeof(Wt) == 2) {
+      int held = 0;
+      for (int chunk = unit.begin; chunk < unit.end; chunk++, turn.advance()) {
+        wait(full[turn.place], turn.parity);
+        const char* place = ring + turn.place * PLACE;
+        wgmma_begin();
+#pragma unroll
+        for (int i = 0; i < SLABS * 4; i++) {
+          wgmma(sum[i / 4], Tile(place + X_BYTES + i / 4 * Groups * SLAB + slab), Tile(place), i % 4);
+        }
+        wgmma_end();
+        if (chunk > unit.begin) {
+          wgmma_wait<1>();
+          if (lane == 0) arrive(empty[held]);
+        }
+        held = turn.place;
+      }
+      wgmma_wait<0>();
+      if (lane == 0) arrive(empty[held]);
+    } else {
+      for (int chunk = unit.begin; chunk < unit.end; chunk++, turn.advance()) {
+        float factor[SLABS][2];  // of features g and g + 8 of the warp
+#pragma unroll
+        for (int i = 0; i < 2 * SLABS; i++) {
+          const int f = min(i / 2 * width + feature + g + i % 2 * 8, Dout - 1);
+          factor[i / 2][i % 2] = scale[(long long)(f / SCALED) * chunks + chunk];
+        }
+        wait(full[turn.place], turn.parity);
+        const char* place = ring + turn.place * PLACE;
+#pragma unroll
+        for (int s = 0; s < SLABS; s++) {
+          float block[SUMS] = {};
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+            unsigned a[4][4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) widen_rows(a[i], place + X_BYTES + s * Groups * SLAB + slab, 4 * half + i);
+            wgmma_begin();
+#pragma unroll
+            for (int i = 0; i < 4; i++) wgmma(block, a[i], Tile(place + half * X_TILE), i);
+            wgmma_end();
+            wgmma_wait<0>();
+          }
+#pragma unroll
+          for (int i = 0; i < SUMS; i++) sum[s][i] = fmaf(factor[s][i / 2 % 2], block[i], sum[s][i]);
+        }
+        __syncwarp();
+        if (lane == 0) arrive(empty[turn.place]);
+      }
+    }
+
+    if (Rows <= 128 && unit.part >= 0) {
+      // the last of the parts: sum = all of them, added up
+      constexpr int QUADS = SLABS * SUMS / 4, TO_PART = WARPS * QUADS * WARP;
+      const int cut = unit.row / Rows * (tiles - Whole) + unit.tile - Whole;
+      float4* const own = reinterpret_cast<float4*>(sums) + (long long)cut * Parts * TO_PART + warp * QUADS * WARP + lane;
+#pragma unroll
+      for (int i = 0; i < QUADS; i++) {
+        const float* v = sum[i / (SUMS / 4)] + i % (SUMS / 4) * 4;
+        __stcg(own + unit.part * TO_PART + i * WARP, make_float4(v[0], v[1], v[2], v[3]));
+      }
+      __threadfence();
+      __syncwarp();
+      int* const ticket = tickets + cut * WARPS + warp;
+      const int arrived = __shfl_sync(ALL_LANES, lane == 0 ? atomicAdd(ticket, 1) : 0, 0);
+      if (arrived != Parts - 1) continue;
+      __threadfence();
+      if (lane == 0) *ticket = 0;
+#pragma unroll
+      for (int i = 0; i < SLABS * SUMS; i++) sum[i / SUMS][i % SUMS] = 0.0f;
+#pragma unroll 1
+      for (int part = 0; part < Parts; part++) {
+#pragma unroll
+        for (int i = 0; i < QUADS; i++) {
+          const float4 one = __ldcg(own + part * TO_PART + i * WARP);
+          float* v = sum[i / (SUMS / 4)] + i % (SUMS / 4) * 4;
+          v[0] += one.x, v[1] += one.y, v[2] += one.z, v[3] += one.w;
+        }
+      }
+    }
+
+    // eight rows at a time, turned so that neighbouring lanes have neighbouring features
+#pragma unroll
+    for (int n = 0; n < Rows / 8; n++) {
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        float y = sum[0][4 * n + i];
+        if constexpr (Gated) y = silu(to_float(from_float<Out>(y))) * to_float(from_float<Out>(sum[1][4 * n + i]));
+        results[warp][2 * t + i % 2][g + i / 2 * 8] = y;
+      }
+      __syncwarp();
+      const int row = unit.row + 8 * n + g, f = feature + 4 * t;
+      if (row < R && f < First) {
+        store_four(out + (long long)row * First + f, results[warp][g] + 4 * t, First - f);
+      } else if (row < R && f < width) {
+        store_four(more + (long long)row * (width - First) + f - First, results[warp][g] + 4 * t, width - f);
+      }
+    }
+  }
+}

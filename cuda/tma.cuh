@@ -1,0 +1,68 @@
+// Tiles of matrices from global into shared memory without registers, and the barriers that tell when they are there (sm_90).
+//
+// A TensorMap describes a matrix (the launcher makes it from the parameter's declaration); load_tile copies a box of it,
+// zeros where the box leaves the matrix. A row of a box has 128 bytes, and its 16-byte words are swizzled: word u of
+// row r lies in place u ^ (r % 8) of the row, so that eight rows' words of one column lie in different banks.
+//
+// A Barrier counts arrivals and bytes. It begins in phase 0; when as many have arrived as it was made for, and all bytes
+// that were announced are there, the next phase begins. wait(barrier, p) waits for the end of a phase of parity p: what the
+// arrived did before, and the bytes, can then be seen.
+#pragma once
+
+#include "mma.cuh"
+
+#ifdef EMULATED
+#include "emulated_tma.h"
+#else
+
+template <class T>
+struct alignas(64) TensorMap {  // of a matrix of T
+  char opaque[128];
+};
+
+struct alignas(8) Barrier {
+  unsigned long long state;
+};
+
+// By one thread; then barriers_made() and __syncthreads() before anyone uses it.
+__device__ __forceinline__ void make_barrier(Barrier& barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barriers_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void arrive(Barrier& barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+
+// Arrives and announces so many bytes for this phase.
+__device__ __forceinline__ void arrive_expecting(Barrier& barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void wait(Barrier& barrier, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(&barrier)), "r"(parity) : "memory");
+}
+
+// Starts copying the box that begins at this row and k to a multiple of 1024 bytes; its bytes count at `full`.
+template <class T>
+__device__ __forceinline__ void load_tile(void* to, const TensorMap<T>& map, Barrier& full, int k, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          shared_address(to)), "l"(&map), "r"(shared_address(&full)), "r"(k), "r"(row)
+      : "memory");
+}
+
+// Brings the description itself, which the first load_tile has to wait for otherwise.
+template <class T>
+__device__ __forceinline__ void prefetch_map(const TensorMap<T>& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+#endif

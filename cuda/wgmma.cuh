@@ -1,0 +1,84 @@
+// Matrix products of a warpgroup (four warps, the first a multiple of four) on tiles in shared memory: bf16 -> float32 (sm_90a).
+//
+// d += A B^T for A [64, 16] and B [N, 16], both tiles as load_tile leaves them: rows of 128 bytes, swizzled. Lane
+// l = 4 g + t of warp w has D[16 w + g][8 n + 2 t, + 1] in d[4 n], d[4 n + 1] and D[16 w + g + 8] there in the next two.
+// The same k in the same order, 16 at a time, give the bits of mma_m16n8k16, whatever N is.
+//
+// A may be in registers instead: a[4] is what mma.cuh calls so, of the warp's 16 rows. They stay as they are until the wait.
+//
+// wgmma_begin(); products; wgmma_end(); wgmma_wait<P>() until at most P of those groups are under way: until then d may
+// not be touched, nor the tiles be written.
+#pragma once
+
+#include "mma.cuh"
+
+#ifdef EMULATED
+#include "emulated_wgmma.h"
+#else
+
+// Where a tile is, for the products: its address and 1024 bytes from eight rows to the next eight, swizzle of 128 bytes.
+struct Tile {
+  unsigned long long bits;
+
+  __device__ __forceinline__ explicit Tile(const void* p)
+      : bits((unsigned long long)(shared_address(p) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62) {}
+};
+
+__device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int P>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(P) : "memory");
+}
+
+#define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
+#define SIXTY_FOUR(i) SIXTEEN(i), SIXTEEN(i + 16), SIXTEEN(i + 32), SIXTEEN(i + 48)
+#define D4 "%0, %1, %2, %3"
+#define D8 D4 ", %4, %5, %6, %7"
+#define D16 D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define D32 D16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define D64                                                                                                            \
+  D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, " \
+      "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define D128                                                                                                            \
+  D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, " \
+      "%86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, " \
+      "%107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, "    \
+      "%125, %126, %127"
+
+// N: rows of B; D: the numbers of d, REGISTERS: their operands. One product with A in shared memory, one with A in registers.
+#define PRODUCTS(N, D, AT0, AT1, AT2, AT3, AT4, ...)                                                                    \
+  __device__ __forceinline__ void wgmma(float (&d)[N / 2], Tile a, Tile b, int step) {                                  \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" D "}, %" #AT0 ", %" #AT1                  \
+                 ", 1, 1, 1, 0, 0;"                                                                                     \
+                 : __VA_ARGS__                                                                                          \
+                 : "l"(a.bits + 2 * step), "l"(b.bits + 2 * step));                                                     \
+  }                                                                                                                     \
+  __device__ __forceinline__ void wgmma(float (&d)[N / 2], const unsigned (&a)[4], Tile b, int step) {                  \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" D "}, {%" #AT0 ", %" #AT1 ", %" #AT2      \
+                 ", %" #AT3 "}, %" #AT4 ", 1, 1, 1, 0;"                                                                 \
+                 : __VA_ARGS__                                                                                          \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits + 2 * step));                                 \
+  }
+
+// Product number `step` of the tiles: k = 16 step .. 16 step + 15.
+PRODUCTS(8, D4, 4, 5, 6, 7, 8, FOUR(0))
+PRODUCTS(16, D8, 8, 9, 10, 11, 12, FOUR(0), FOUR(4))
+PRODUCTS(32, D16, 16, 17, 18, 19, 20, SIXTEEN(0))
+PRODUCTS(64, D32, 32, 33, 34, 35, 36, SIXTEEN(0), SIXTEEN(16))
+PRODUCTS(128, D64, 64, 65, 66, 67, 68, SIXTY_FOUR(0))
+PRODUCTS(256, D128, 128, 129, 130, 131, 132, SIXTY_FOUR(0), SIXTY_FOUR(64))
+
+#undef FOUR
+#undef SIXTEEN
+#undef SIXTY_FOUR
+#undef D4
+#undef D8
+#undef D16
+#undef D32
+#undef D64
+#undef D128
+#undef PRODUCTS
+
+#endif

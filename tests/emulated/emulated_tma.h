@@ -1,0 +1,29 @@
+// cuda/tma.cuh on the CPU. What a copy brings is there when somebody waits for it, not before; until then NaN is.
+#pragma once
+
+#include "emulated.h"
+
+template <class T>
+struct TensorMap {  // as _Gpu.tensor_map in tests/emulator.py makes it; padded to what CUDA passes
+  const char* base;
+  long long rows, row_bytes, pitch, box_rows;
+  char rest[88];
+};
+
+struct alignas(8) Barrier {
+  int arrivals, missing, bytes, phase;  // of a phase; still to come in this one
+};
+
+inline void make_barrier(Barrier& barrier, int arrivals, SITE) { emulated::make_barrier(&barrier.arrivals, arrivals, HERE); }
+inline void barriers_made() {}
+inline void arrive(Barrier& barrier, SITE) { emulated::arrive(&barrier.arrivals, 0, HERE); }
+inline void arrive_expecting(Barrier& barrier, int bytes, SITE) { emulated::arrive(&barrier.arrivals, bytes, HERE); }
+inline void wait(Barrier& barrier, int parity, SITE) { emulated::wait(&barrier.arrivals, parity, HERE); }
+
+template <class T>
+void load_tile(void* to, const TensorMap<T>& map, Barrier& full, int k, int row, SITE) {
+  const long long column = k * (long long)sizeof(T);
+  emulated::load_box(to, map.base, map.rows, map.row_bytes, map.pitch, map.box_rows, row, column, &full.arrivals, HERE);
+}
+template <class T>
+void prefetch_map(const TensorMap<T>&) {}

@@ -1,0 +1,25 @@
+// cuda/wgmma.cuh on the CPU. Products take place at the wait, so that a missing one is seen; until then d is NaN.
+#pragma once
+
+#include "emulated.h"
+
+struct Tile {
+  const char* at;
+
+  explicit Tile(const void* p) : at(static_cast<const char*>(p)) {}
+};
+
+inline void wgmma_begin(SITE) { emulated::wgmma_begin(HERE); }
+inline void wgmma_end(SITE) { emulated::wgmma_end(HERE); }
+template <int P>
+void wgmma_wait(SITE) {
+  emulated::wgmma_wait(P, HERE);
+}
+template <int M>
+void wgmma(float (&d)[M], Tile a, Tile b, int step, SITE) {
+  emulated::wgmma(d, M, a.at, b.at, step, HERE);
+}
+template <int M>
+void wgmma(float (&d)[M], const unsigned (&a)[4], Tile b, int step, SITE) {
+  emulated::wgmma(d, M, a, b.at, step, HERE);
+}
