@@ -151,13 +151,13 @@ def compare(
 
 
 def known_drafter(answers: dict[tuple[int, ...], list[int]], vocab: int) -> ScriptedDrafter:
-    """Proposes the answers that are known by prompt, in chains and trees, spoilt at each place in turn and nowhere."""
+    """Proposes the answers that are known by prompt, in chains and trees, spoilt nowhere and at each place in turn."""
 
     def script(request: Request) -> Tree:
         at = len(request.generated)
-        turn, place = divmod(request.stats.steps, DEPTH + 1)
+        turn, step = divmod(request.stats.steps, DEPTH + 1)
         right = answers[tuple(request.tokens[: request.prompt_length])][at : at + DEPTH]
-        return spoilt_draft(right, place, turn % 2 == 1, vocab)
+        return spoilt_draft(right, DEPTH - step, turn % 2 == 1, vocab)
 
     return ScriptedDrafter(script)
 

@@ -36,6 +36,7 @@ PARTS = {
     "check": "ops_cases",
     "families": "families",
     "tokens": "tokens",
+    "verify": "verify",
     "fuzz": "fuzz",
     "churn": "churn",
     "steady": "steady",

@@ -12,7 +12,19 @@ from boleinfer.near_tie import first_difference
 from boleinfer.sampling import SamplingParams
 from tests import emulator, gpu_receipt
 from tests.emulator import emulated
-from tests.receipt import Report, big_pools, churn, families, fuzz, gpu_tests, sanitized, sanitizer, steady, tokens
+from tests.receipt import (
+    Report,
+    big_pools,
+    churn,
+    families,
+    fuzz,
+    gpu_tests,
+    sanitized,
+    sanitizer,
+    steady,
+    tokens,
+    verify,
+)
 from tests.receipt.models import gpu_engine, tiny
 from tests.receipt.tokens import keeps_every_id
 from tests.running import engine_of, request_of
@@ -26,7 +38,7 @@ def gpu():
         yield
 
 
-@pytest.mark.parametrize("part,least", [(families, 100), (tokens, 100), (big_pools, 5), (churn, 30)])
+@pytest.mark.parametrize("part,least", [(families, 100), (tokens, 100), (verify, 10), (big_pools, 5), (churn, 30)])
 def test_a_part_passes_on_the_emulator(gpu, part, least):
     report = part.run(quick=True)
     assert not report.failures and sum(report.counts.values()) >= least
