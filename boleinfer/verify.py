@@ -133,7 +133,9 @@ def compare(
 ) -> Iterator[Run]:
     """Every way of answering beside plain decoding alone; drafters that this model cannot have are left out.
 
-    The LLM keeps the last drafter. RuntimeError where plain decoding itself fails."""
+    The LLM keeps the last drafter, and verifies from now on what drafters propose whether it pays or not. RuntimeError
+    where plain decoding itself fails."""
+    llm.engine.executor.price = lambda: None
     drafters = {name: made for name in drafts if (made := _drafter(llm, name)) is not None}
     drafters.pop("none", None)
     none = NoDrafter()
