@@ -251,6 +251,7 @@ class _Module:
         for array in self.gpu.given:
             if not array.check_guards():
                 raise KernelError(f"{where}: wrote outside an array of {array.dtype.name} {list(array.shape)}")
+        self.gpu.given = []
 
 
 # ---- compiling -------------------------------------------------------------------------------------------------------

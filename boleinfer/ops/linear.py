@@ -88,7 +88,6 @@ FEW_FEATURES = 256  # up to which linear_few is used for some rows, too: its blo
 RING = 192 * 1024  # bytes of linear_few's ring, at most: of weights under way in a multiprocessor
 STAGED = 96 * 1024  # bytes of x that linear_few keeps in shared memory, at most
 LARGE = 32768  # features from which k is not cut; a constant, since a row's bits depend on it
-MOST_TICKETS = 512  # tiles of linear_rows below LARGE features, at most
 
 
 def _linear_gpu(x: Array, w: Array | Fp8, dtype: Any, gated: bool = False) -> Array:
@@ -173,10 +172,10 @@ def _some_rows(args: dict[str, Any], types: dict[str, str]) -> None:
     warps = min((n for n in (8, 7, 6, 5, 4) if places(n) >= 3 or n == 4), key=features_each)
     blocks_of_features = -(-Dout // (16 * slabs * warps))
     depth = next(n for n in (12, 10, 8, 6, 5, 4, 3, 2) if n <= places(warps) or n == 2)
-    more: dict[str, Any] = {"sums": None, "tickets": None, "Splits": splits, "Sums": 0, "Tickets": MOST_TICKETS}
+    more: dict[str, Any] = {"sums": None, "tickets": None, "Splits": splits, "Sums": 0, "Tickets": device.COUNTERS}
     if splits > 1:
         more["Sums"] = splits * blocks_of_features * slabs * tiles * 128 * warps
-        more |= {"sums": device.empty(more["Sums"], np.float32), "tickets": _tickets(args["x"])}
+        more |= {"sums": device.empty(more["Sums"], np.float32), "tickets": device.counters(blocks_of_features)}
     kernels.launch(
         "linear_rows.cu",
         "linear_rows",
@@ -201,16 +200,6 @@ def _many_rows(args: dict[str, Any], types: dict[str, str]) -> None:
     shared = stages * 128 * 32 * (2 + args["w"].itemsize)
     constants: dict[str, int | str] = {**types, "Stages": stages}
     kernels.launch("linear_tiles.cu", "linear_tiles", blocks, 256, args, shared=shared, constants=constants)
-
-
-def _tickets(like: Array) -> Array:
-    """Zeros [MOST_TICKETS] that linear_rows leaves as zeros; one stream at a time of a device may use them."""
-    return _tickets_of(type(like).__name__, getattr(getattr(like, "device", None), "id", 0))
-
-
-@functools.cache
-def _tickets_of(kind: str, device_id: int) -> Array:
-    return device.upload(np.zeros(MOST_TICKETS, np.int32))
 
 
 def blas(x: Array, w: Array, out: Array) -> bool:

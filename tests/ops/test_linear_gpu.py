@@ -1,6 +1,8 @@
 """The kernels of linear and swiglu: every path, FP8 weights, views, and rows that must not know of one another."""
 
+import gc
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -146,6 +148,33 @@ def test_the_kernels_for_many_rows_without_cublas(gpu, monkeypatch):
     for R, Din, Dout in [(129, 40, 129), (1100, 8, 136), (260, 264, 260)]:
         x, w, plain = made(R, Din, Dout, "bf16")
         assert relative_error(got(x, w), x.astype(np.float64) @ plain.T) < TENSOR_CORES
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("R", [1, 8, 9, 33, 128, 130])
+def test_nothing_that_is_made_outlives_the_call(gpu, R, kind, monkeypatch):
+    """A graph that was captured before may have the memory of what an op keeps from the steps' pool."""
+    made_here = []
+
+    def watched(make):
+        def go(*args):
+            made_here.append(make(*args))
+            return made_here[-1]
+
+        return go
+
+    x, w, _ = made(R, 272, 40, kind)
+    x = device.upload(x)
+    device.counters(1)
+    for name in ("empty", "upload"):
+        monkeypatch.setattr(device, name, watched(getattr(device, name)))
+    linear(x, w, np.float32)
+    gated_linear(x, w)
+    assert made_here
+    left = [weakref.ref(array) for array in made_here]
+    made_here.clear()
+    gc.collect()
+    assert not any(ref() is not None for ref in left)
 
 
 def test_no_rows_and_refusals(gpu):
