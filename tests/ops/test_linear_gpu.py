@@ -163,7 +163,7 @@ def test_nothing_that_is_made_outlives_the_call(gpu, R, kind, monkeypatch):
 
         return go
 
-    x, w, _ = made(R, 272, 40, kind)
+    x, w, _ = made(R, 272, 272, kind)
     x = device.upload(x)
     device.counters(1)
     for name in ("empty", "upload"):
