@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from boleinfer import device, device_weights, driver, kernels, memory_plan, models, random_weights, weights
+from boleinfer import device, device_weights, driver, kernels, memory_plan, models, pricing, random_weights, weights
 from boleinfer.config import ConfigError, ModelConfig
 from boleinfer.cuda_executor import DRAFT_PLANS, SMALLEST, CudaExecutor, DraftPlan
 from boleinfer.decoder import Decoder
@@ -60,7 +61,9 @@ def load_host(config: ModelConfig, source: Source, o: Options, mtp: bool | str, 
         assert source.folder is not None
         arrays = weights.load(source.folder, config, family.plan, mtp=mtp, progress=progress)
     model = family.build(config, arrays)
-    return HostExecutor(model, _state(config, o, model, np.dtype(np.float32), gpu=False))
+    executor = HostExecutor(model, _state(config, o, model, np.dtype(np.float32), gpu=False))
+    executor.price = partial(pricing.price, executor, o)
+    return executor
 
 
 def needs(
@@ -121,6 +124,7 @@ def load_cuda(
             model, state, allowed, o.max_batch, o.max_rows, o.draft_nodes, o.pages, needed.drafting, o.graphs
         )
         executor.runner.reserve(memory_plan.pool_bytes(needed, o))
+        executor.price = partial(pricing.price, executor, o)
     except MemoryError as error:
         raise ConfigError(
             f"the GPU's memory ran out while the model was loaded ({error}); planned were\n"

@@ -65,6 +65,15 @@ def add_bench_commands(bench: argparse.ArgumentParser) -> None:
     tree.add_argument("--value-heads", type=count, nargs="+", metavar="N", help="of GDN (default: 32 48 64)")
     tree.add_argument("--peers", metavar="FOLDER", help="holds gdn_peers.py: other kernels to run beside GDN's")
 
+    speculation = command("speculation", "bench_speculation", "what drafting gains on the GPU", "speculation.json")
+    _add_sizes(speculation)
+    speculation.add_argument("--batch", type=count, nargs="+", metavar="N", help="requests at once (default: 1 to 32)")
+    speculation.add_argument(
+        "--part", choices=["bundled", "profiles", "verify", "never"], nargs="+", metavar="PART",
+        help="bundled, profiles, verify or never (default: all)",
+    )  # fmt: skip
+    _add_prompt(speculation)
+
     start = command("start", "bench_start", "a new process up to its first token, loading", "start.json")
     start.add_argument("--random-weights", metavar="SIZE", help="of the checkpoint to load (default: qwen3.5-9b)")
     start.add_argument("--folder", metavar="DIR", help="where it is written for a while (default: memory)")

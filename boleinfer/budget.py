@@ -1,11 +1,11 @@
-"""Whether to draft for a step, how, and how many guesses to verify, over the whole batch. Moves no data, knows no model.
+"""Whether to draft for a step, how, and how many guesses to verify, over the whole batch. Knows no model.
 
-    choose R to maximise (B + sum of the R likeliest path probabilities) / (draft cost + c(R)),   R = B always among them
+    choose R to maximise (B + sum of the R likeliest path probabilities) / (draft cost + c(R)),  R = B always among them
 
 c is a table of measured seconds (costs.py), corrected by how long steps then take. Whether drafting pays at all cannot
 be read off a draft that was not made, so each way to draft has a record of its hits:
 
-    tokens a step and request = 1 + coverage (a + a^2 + .. + a^depth)        a: a guess is right, those before it being so
+    tokens a step and request = 1 + coverage (a + a^2 + .. + a^depth)     a: a guess is right where those before it are
     speed of a way            = tokens / seconds of its steps, against plain decoding
 
 The fastest way is taken. The others are tried again for a few steps after pauses that grow while they stay behind, and
@@ -23,11 +23,11 @@ from boleinfer.costs import CostTable
 from boleinfer.forest import Tree
 
 PRIOR_RATE, PRIOR_TRIES = 0.7, 4.0  # what is believed of a guess before any was verified, and how firmly
-RECENT = 16.0  # steps after which a record counts a third
-SURER = 1.02  # how much faster another way must look
-TRIED = 2  # steps of a try that count
+RECENT = 24.0  # steps after which a record counts a third
+SURER = 1.03  # how much faster another way must look
+TRIED = 3  # steps of a try that count
 SHORTEST_PAUSE, LONGEST_PAUSE = 64, 2048  # steps between two tries
-DEAR, SOONER = 300.0, 100.0  # plain steps that must pass for each one that a try may lose; after a new request
+DEAR, SOONER = 300.0, 100.0  # steps that must pass for each one that a try may lose; after a new request
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Budget:
     """Chooses ways and rows for an engine, and learns from its steps.
 
     ways:  the first is PLAIN, the GPU's own ones come in the order of their numbers
-    costs: None leaves the rows as the drafter has them, and takes the first way in which the GPU drafts, else the second
+    costs: None leaves rows as the drafter has them, and takes the first way in which the GPU drafts, else the second
     """
 
     ways: Sequence[Way]
@@ -116,8 +116,8 @@ class Budget:
         self._best = next((i for i, way in enumerate(self.ways) if way.variant), min(1, len(self.ways) - 1))
 
     def choose(self, batch: int, context: float) -> int:
-        """The number of the way for the next step of so many requests that decode; the same until `learn` is called."""
-        if self.costs is None or len(self.ways) == 1:
+        """The number of the way for a step of so many decoding requests; the same until `learn` is called."""
+        if self.costs is None or len(self.ways) == 1 or not batch:
             return self._best
         if batch >= self.costs.most:
             return 0
@@ -129,30 +129,44 @@ class Budget:
 
     def share(self, trees: Sequence[Tree], way: int, context: float, most: int) -> list[Tree]:
         """The nodes to verify: as many of the likeliest of all trees as are worth their rows, `most` at most."""
+        worth = self.worth(trees, way, context, most)
+        return share(trees, most if worth is None else int(np.argmax(worth[0] / worth[1])))
+
+    def worth(self, trees: Sequence[Tree], way: int, context: float, most: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Expected tokens, and seconds, of a step with 0, 1, .. `most` of the likeliest nodes of all trees.
+
+        None without a table."""
         if self.costs is None:
-            return share(trees, most)
-        batch = len(trees)
-        most = min(most, self.costs.most - batch, sum(map(len, trees)))
-        if most <= 0:
-            return share(trees, 0)
-        right, expected = self._surprise
-        prob = np.sort(np.concatenate([t.prob for t in trees]))[::-1][:most] * min(1.0, right / expected)
-        tokens = batch + np.concatenate([[0.0], np.cumsum(prob)])  # [1 + most]
-        seconds = self.draft_s(way, batch) + self.costs.step_s(batch + np.arange(most + 1), batch, context)
-        return share(trees, int(np.argmax(tokens / seconds)))
+            return None
+        batch, (right, expected) = len(trees), self._surprise
+        most = max(0, min(most, self.costs.most - batch, sum(map(len, trees))))
+        prob = np.sort(np.concatenate([t.prob for t in trees]))[::-1][:most] if most else np.zeros(0)
+        tokens = batch + np.concatenate([[0.0], np.cumsum(prob * min(1.0, right / expected))])  # [1 + most]
+        rows = np.minimum(batch + np.arange(most + 1), self.costs.most)  # more requests than that are not told apart
+        seconds = self.costs.step_s(rows, batch, context)
+        return tokens, self.draft_s(way, batch) + seconds
 
     def speed(self, way: int, batch: int, context: float) -> float:
-        """Tokens of a way over its time, against plain decoding as the table has it."""
+        """Tokens of a way over its time, against plain decoding as the table has it: foreseen, then as it was."""
         assert self.costs is not None
-        rows = min(batch * (self._rows(way)), float(self.costs.most))
-        plain, step = self.costs.step_s(np.asarray([batch, int(np.ceil(rows - 1e-6))]), batch, context)
-        return float(self._tokens(way) * plain / (self._slow(way) * step + self.draft_s(way, batch)))
+        r, depth, a = self._records[way], self.ways[way].depth, self.rate(way)
+        depth = min(depth, self.costs.most // batch - 1)
+        tokens = 1 + self._coverage(way) * np.concatenate([[0.0], np.cumsum(a ** np.arange(1, depth + 1))])
+        rows = batch * np.arange(1, depth + 2)
+        plain, *steps = self.costs.step_s(np.concatenate([[batch], rows]), batch, context)
+        draft_s, slow = self.draft_s(way, batch), self._slow(way)
+        foreseen = float((tokens * plain / (slow * np.asarray(steps) + draft_s)).max())
+        if not r.steps or not way:
+            return foreseen
+        step = self.costs.step_s(np.asarray([min(round(r.rows / r.steps * batch), self.costs.most)]), batch, context)[0]
+        seen = (1 + r.hits / r.asked) * plain / (slow * step + draft_s)
+        return float((PRIOR_TRIES * foreseen + r.asked * seen) / (PRIOR_TRIES + r.asked))
 
     def rate(self, way: int) -> float:
         """How often a guess of a way is right when those before it were."""
-        r, before = self._records[way], PRIOR_RATE
-        if self.ways[way].variant > 1:  # the same layer drafts, only further
-            before = self.rate(way - 1)
+        r, alike = self._records[way], self._alike(way)  # the same layer drafts in all of the GPU's ways
+        hits, tries = (sum(getattr(r, name) for r in alike) for name in ("hits", "tries"))
+        before = (hits + PRIOR_TRIES * PRIOR_RATE) / (tries + PRIOR_TRIES)
         return (r.hits + PRIOR_TRIES * before) / (r.tries + PRIOR_TRIES)
 
     def draft_s(self, way: int, batch: int) -> float:
@@ -168,7 +182,7 @@ class Budget:
         if news.way == news.drawn:  # else the step has the one way's guesses and the other's time
             self._record(news)
         if sum(news.depth):
-            keep, happened = 1 - 1 / (4 * RECENT), (sum(news.accepted), sum(news.expected))
+            keep, happened = 1 - 1 / (2 * RECENT), (sum(news.accepted), sum(news.expected))
             right, expected = (
                 keep * s + (1 - keep) * u + new for s, u, new in zip(self._surprise, UNSURPRISED, happened)
             )
@@ -184,7 +198,8 @@ class Budget:
     def _record(self, news: StepNews) -> None:
         assert self.costs is not None
         r = self._records[news.way]
-        r.fade(1 - 1 / RECENT)
+        for alike in self._alike(news.way) if news.way else [r]:
+            alike.fade(1 - 1 / RECENT)
         r.asked += news.batch
         r.drafted += sum(d > 0 for d in news.depth)
         r.hits += sum(news.accepted)
@@ -213,7 +228,7 @@ class Budget:
         for i, r in enumerate(self._records):
             if i and i != self._best and r.since >= r.due:
                 self._trial, self._left, self._surprise = i, TRIED, UNSURPRISED
-                r.fade(0.5)
+                r.fade(0.25)
                 return
 
     def _settle(self, news: StepNews, tried: int | None) -> None:
@@ -229,24 +244,28 @@ class Budget:
             self._records[self._best].pause = SHORTEST_PAUSE
 
     def _loss(self, way: int, batch: int, context: float) -> float:
-        """Plain steps that a try loses when nothing is right."""
-        plain, tried = (self.speed(i, batch, context) for i in (0, way))
-        return (TRIED + 1) * max(0.0, self._tokens(way) * plain / tried - 1)
+        """Steps that a try loses: when nothing is right, or beside another way to draft as far as is foreseen."""
+        assert self.costs is not None
+        if self._best:
+            tried, best = (self.speed(i, batch, context) for i in (way, self._best))
+            return (TRIED + 1) * max(0.0, 1 - tried / best)
+        rows = batch * (1.0 + self.ways[way].depth)
+        if (r := self._records[way]).steps:
+            rows = batch * r.rows / r.steps
+        plain, step = self.costs.step_s(np.asarray([batch, min(round(rows), self.costs.most)]), batch, context)
+        tried = self._slow(way) * step + self.draft_s(way, batch)
+        return (TRIED + 1) * max(0.0, float(tried / (self._slow(0) * plain)) - 1)
 
-    def _tokens(self, way: int) -> float:
-        """Of a request and step."""
-        a = self.rate(way)
-        return 1 + self._coverage(way) * sum(a**k for k in range(1, self.ways[way].depth + 1))
+    def _alike(self, way: int) -> list[_Record]:
+        """Records of the ways that draft with the same."""
+        return [
+            r for r, w in zip(self._records, self.ways) if (w.variant > 0) == (self.ways[way].variant > 0) and w.asks
+        ]
 
     def _coverage(self, way: int) -> float:
         """Part of the requests for which there was a draft at all."""
         r = self._records[way]
         return (r.drafted + PRIOR_TRIES) / (r.asked + PRIOR_TRIES)
-
-    def _rows(self, way: int) -> float:
-        """Rows of a request."""
-        r = self._records[way]
-        return r.rows / r.steps if r.steps else 1.0 + self.ways[way].depth
 
     def _slow(self, way: int) -> float:
         """Seconds of a step against the table's; of a way not seen yet as of plain decoding."""

@@ -80,6 +80,14 @@ examples:
 The page shows each step's tree of guesses, who proposed them, which the model accepted, what they were expected to be
 worth, and where the time went. docs/trace.md says what is in the JSON.
 """
+_CALIBRATE = """\
+examples:
+  boleinfer calibrate                         the bundled model
+  boleinfer calibrate -m ./my-model --max-batch 32
+
+The first use of a model does it too, in a few seconds. The table decides how many guesses a step verifies, and whether
+any are made. It is kept in the cache folder and used with this model, machine, version and options alone.
+"""
 _DOCTOR = """\
 examples:
   boleinfer doctor
@@ -170,6 +178,12 @@ def build_parser() -> argparse.ArgumentParser:
     add_run_flags(verify)
     add_hub_flags(verify.add_argument_group("model"))
     verify.set_defaults(run=_run_verify, draft=None)
+
+    calibrate = command("calibrate", "measure what steps cost, which decides how much is drafted", _CALIBRATE)
+    _add_quiet(calibrate)
+    add_run_flags(calibrate)
+    add_model_flags(calibrate)
+    calibrate.set_defaults(run=_run_calibrate)
 
     doctor = command("doctor", "look whether the GPU can be used here, and say what to do if not", _DOCTOR)
     doctor.add_argument("--json", action="store_true", help="print it as one JSON object")
@@ -283,6 +297,12 @@ def _run_verify(args: argparse.Namespace) -> int:
     from boleinfer.verify import verify
 
     return verify(args)
+
+
+def _run_calibrate(args: argparse.Namespace) -> int:
+    from boleinfer.calibrate import calibrate
+
+    return calibrate(args)
 
 
 def _run_doctor(args: argparse.Namespace) -> int:

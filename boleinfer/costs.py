@@ -1,4 +1,4 @@
-"""The table of what a step costs by its rows, requests and context, and the file in which it is kept. Knows no model."""
+"""The table of what a step costs by its rows, requests and context, and the file that keeps it. Knows no model."""
 
 from __future__ import annotations
 

@@ -6,9 +6,10 @@ have a few sizes, envelopes of rows; what an envelope has too many of is unused 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -52,22 +53,29 @@ def sampled_rows(max_batch: int, draft_nodes: int) -> int:
     return max_batch + min(max_batch * max(1, draft_nodes), LARGEST_CAPTURED)
 
 
+class _Kind(NamedTuple):
+    """What a step does beside verifying: whether the MTP layer takes in what was accepted, and how it then drafts."""
+
+    remembers: bool
+    plan: DraftPlan | None
+
+
 class _Frame:
-    """The arrays of one envelope of rows. logits: of the rows inputs.wanted, by way to draft, once a step has run."""
+    """The arrays of one envelope of rows. logits: of the rows inputs.wanted, by kind of step, once one has run."""
 
     def __init__(self, rows: int, requests: int, sampled: int, slots: Slots):
         self.inputs = StepInputs(rows, min(requests, rows), min(rows, sampled))
         self.step = Step(self.inputs, slots)
         self.chain = Chain(self.step)
         self.token = device.buffer((rows,), np.int32, poison=True)
-        self.logits: dict[int, Array] = {}
-        self.drafts: dict[int, tuple[Drafts, Array]] = {}  # by way, and their hidden rows
+        self.logits: dict[_Kind, Array] = {}
+        self.drafts: dict[DraftPlan, tuple[Drafts, Array]] = {}  # and their hidden rows
         self.parts: list[Part] | None = None  # what the inputs on the GPU say
 
-    def add_drafts(self, way: int, d: DraftPlan, D: int, act: Any) -> None:
+    def add_drafts(self, d: DraftPlan, D: int, act: Any) -> None:
         """The arrays of a way to draft."""
         drafts = Drafts(self.inputs.requests, d.top_k, d.width, d.depth, d.worth, d.least)
-        self.drafts[way] = drafts, device.buffer((drafts.hidden_count, D), act, poison=True)
+        self.drafts[d] = drafts, device.buffer((drafts.hidden_count, D), act, poison=True)
 
 
 class CudaExecutor:
@@ -93,15 +101,25 @@ class CudaExecutor:
         graphs: bool = True,
     ):
         self.model, self.state = model, state
-        self.price: Callable[[], CostTable | None] = lambda: None
+        self.price: Callable[..., CostTable | None] = lambda fresh=False: None
         self.runner: Eager | Graphs = Graphs() if graphs else Eager()
         self._max_batch, self._max_rows, self._draft_nodes = max_batch, max_rows, max(1, draft_nodes)
-        self._drafting = tuple(drafting) if draft_nodes else ()
-        self.depths: Sequence[int] = [d.depth for d in self._drafting]
+        self.draft_as(drafting if draft_nodes else ())
         self._slots = Slots(state.slots.size, pages, self._draft_nodes)
         self._sampling = SamplingTable(state.slots.size, model.config.vocab_size, allowed)
         self._frames: dict[int, _Frame] = {}
         self._drafts: dict[int, Tree] = {}  # of the slots, as far as the host knows
+
+    def draft_as(self, drafting: Sequence[DraftPlan]) -> None:
+        """The ways in which the GPU drafts from now on; while no request runs."""
+        self._drafting = tuple(drafting)
+        self.depths: Sequence[int] = [d.depth for d in self._drafting]
+
+    def capture(self) -> None:
+        """Captures steps of all sizes in all ways now, instead of each when it is first needed."""
+        for size in {min(SMALLEST << i, self._max_rows) for i in range((LARGEST_CAPTURED // SMALLEST).bit_length())}:
+            for way in range(1 + len(self._drafting)):
+                self._frame(size, way)
 
     def admit(self, request: Request) -> None:
         place = request.home
@@ -111,7 +129,7 @@ class CudaExecutor:
             self._sampling.set(place.slot, request.sampler, request.tokens)
 
     def start(self, works: Sequence[Work], way: int = 0) -> Callable[[], list[Outcome]]:
-        frame = self._frame(sum(len(w.tree) for w in works), way)
+        frame, kind = self._frame(sum(len(w.tree) for w in works), way), self._kind(way)
         parts = [self._part(w) for w in works]
         if len(parts) == 1 and isinstance(nodes := parts[0].draft, int) and nodes:  # its other rows would be empty
             parts[0] = parts[0]._replace(draft=max(nodes, min(frame.inputs.rows - works[0].known, self._draft_nodes)))
@@ -122,14 +140,14 @@ class CudaExecutor:
             with self.runner.on():
                 frame.inputs.send()
         with self.runner.on():
-            self.runner.run((frame.inputs.rows, way), lambda: self._step(frame, way))
+            self.runner.run((frame.inputs.rows, kind), lambda: self._step(frame, kind))
             fetched = frame.step.results.fetch(len(works), drafts=way > 0)
         return lambda: [
-            self._outcome(frame, way, b, w, emitted) for b, (w, emitted) in enumerate(zip(works, fetched()))
+            self._outcome(frame, kind, b, w, emitted) for b, (w, emitted) in enumerate(zip(works, fetched()))
         ]
 
     def may_repeat(self, works: Sequence[Work]) -> bool:
-        """Only plain decoding and a lone request's draft of the GPU's go on by themselves, and only where there is room.
+        """Only plain decoding and a lone request's draft of the GPU's go on by themselves, where there is room.
 
         Several requests share the rows by what the drafts turn out to be, which is for the host to read."""
         longest = max(self.depths, default=0)
@@ -143,8 +161,21 @@ class CudaExecutor:
 
     def repeat(self, rows: int, way: int = 0) -> None:
         """Queues the last step of so many rows again, as the GPU stands now; to measure, on requests to be dropped."""
-        frame = self._frame(rows, way)
-        self.runner.run((frame.inputs.rows, way), lambda: self._step(frame, way))
+        frame, kind = self._frame(rows, way), self._kind(way)
+        self.runner.run((frame.inputs.rows, kind), lambda: self._step(frame, kind))
+
+    def time(self, works: Sequence[Work], way: int, about_s: float, most: int) -> float:
+        rows = sum(len(w.tree) for w in works)
+        self.start(works, way)()
+        once, repeats = 0.0, 1
+        for _ in range(2):
+            began = time.perf_counter()
+            for _ in range(repeats):
+                self.repeat(rows, way)
+            self.runner.wait()
+            once = (time.perf_counter() - began) / repeats
+            repeats = max(2, min(most, int(about_s / once)))
+        return once
 
     def logits(self, tokens: Sequence[int], start: int, place: Place) -> np.ndarray:
         with self.runner.on():
@@ -157,32 +188,35 @@ class CudaExecutor:
             pieces = [hidden[i : i + n] for i in range(0, len(tokens), n)]
             return np.concatenate([device.download(self.model.logits(piece)) for piece in pieces])
 
-    def _step(self, frame: _Frame, way: int) -> object:
+    def _kind(self, way: int) -> _Kind:
+        return _Kind(bool(self._drafting), self._drafting[way - 1] if way else None)
+
+    def _step(self, frame: _Frame, kind: _Kind) -> object:
         """All launches of a step; returns the arrays that are read after it."""
         inputs, step, slots = frame.inputs, frame.step, self._slots
         plant(inputs, slots, step)
         batch = Batch(step.forest, step.slot, step.page_table)
         hidden, pending = self.model.forward(batch, self.state)  # [R, D]
         wanted = inputs.on.wanted
-        frame.logits[way] = logits = self.model.logits(embedding(wanted, hidden))  # [n, vocab]
+        frame.logits[kind] = logits = self.model.logits(embedding(wanted, hidden))  # [n, vocab]
         self._sampling.sample(logits, wanted, step.forest, step.slot, step.root, frame.token)
         accept(frame.token, inputs, slots, step)
         self.state.commit(batch, pending, step.paths)
         self._sampling.advance_history(step.results.token, step.results.count, step.slot)
-        if self._drafting:
+        if kind.remembers:
             follow(inputs, slots, step, frame.chain)
             accepted = Batch(frame.chain.forest, step.slot, step.page_table)
             pairs = frame.chain.forest.token, embedding(frame.chain.hidden_row, hidden), frame.chain.forest.position
-            if way:
-                self._draft(frame, way, self.model.mtp(*pairs, accepted, self.state))
+            if kind.plan is not None:
+                self._draft(frame, kind.plan, self.model.mtp(*pairs, accepted, self.state))
             else:
                 self.model.mtp_memory(*pairs, accepted, self.state)
         return logits
 
-    def _draft(self, frame: _Frame, way: int, y: Array) -> None:
+    def _draft(self, frame: _Frame, plan: DraftPlan, y: Array) -> None:
         """The MTP layer's tree for the next step, into the slots. y: the layer's rows of the accepted tokens."""
         inputs, step, last = frame.inputs, frame.step, frame.chain.last_row
-        drafts, hidden = frame.drafts[way]
+        drafts, hidden = frame.drafts[plan]
         device.write(hidden[drafts.hidden_rows(0)], embedding(last, y))
         tree = Batch(drafts.forest, step.slot, step.page_table)
         for level in range(drafts.levels + 1):
@@ -204,17 +238,17 @@ class CudaExecutor:
         if size not in self._frames:
             sampled = sampled_rows(self._max_batch, self._draft_nodes)
             self._frames[size] = _Frame(size, self._max_batch, sampled, self._slots)
-        frame = self._frames[size]
-        if way not in frame.logits:
-            if way:
-                frame.add_drafts(way, self._drafting[way - 1], self.model.config.hidden_size, self.state.dtype)
-            frame.logits[way] = None
+        frame, kind = self._frames[size], self._kind(way)
+        if kind not in frame.logits:
+            if kind.plan is not None:
+                frame.add_drafts(kind.plan, self.model.config.hidden_size, self.state.dtype)
+            frame.logits[kind] = None
             if size <= LARGEST_CAPTURED:
                 frame.inputs.fill(())  # nobody takes part
                 frame.parts = None
                 with self.runner.on():
                     frame.inputs.send()
-                    self.runner.rehearse((size, way), lambda: self._step(frame, way))
+                    self.runner.rehearse((size, kind), lambda: self._step(frame, kind))
         return frame
 
     def _is_own(self, work: Work) -> bool:
@@ -245,8 +279,8 @@ class CudaExecutor:
             draft_depth=min(max(0, room), self._draft_nodes),
         )
 
-    def _outcome(self, frame: _Frame, way: int, b: int, work: Work, emitted: Emitted) -> Outcome:
-        draft = emitted.draft if self._drafting else None
+    def _outcome(self, frame: _Frame, kind: _Kind, b: int, work: Work, emitted: Emitted) -> Outcome:
+        draft = emitted.draft if kind.remembers else None
         if work.request.place is not None:
             self._drafts[work.request.place.slot] = emitted.draft
         if emitted.error:
@@ -256,14 +290,14 @@ class CudaExecutor:
         tokens = emitted.tokens
         logprobs: list[dict[int, float] | None] = [None] * len(tokens)
         if work.request.params.logprobs is not None:
-            rows = self._logits(frame, way, b, work.known - 1, len(tokens))
+            rows = self._logits(frame, kind, b, work.known - 1, len(tokens))
             logprobs = [work.request.sampler.logprobs(row, token) for row, token in zip(rows, tokens)]
         return Outcome(work.known - 1 + len(tokens), tokens, emitted.drafted, logprobs, draft=draft)
 
-    def _logits(self, frame: _Frame, way: int, b: int, root: int, n: int) -> np.ndarray:
+    def _logits(self, frame: _Frame, kind: _Kind, b: int, root: int, n: int) -> np.ndarray:
         """The logits [n, vocab] along the path of request b, from its root on."""
         first = int(frame.inputs.host.start[b])
         path = device.download(frame.step.paths.row)[first + root : first + root + n]
         wanted = frame.inputs.host.wanted.tolist()
-        logits = frame.logits[way]
+        logits = frame.logits[kind]
         return np.stack([device.download(logits[wanted.index(row)]) for row in path.tolist()])

@@ -41,6 +41,11 @@ class Engine:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     @property
+    def way(self) -> int:
+        """The budget's way of the step that was started last."""
+        return self._way
+
+    @property
     def budget(self) -> Budget:
         """How much is drafted; a new one when the drafter has changed. Scripted drafts are taken as they are."""
         if self._budget is None or self._budget[0] is not self.drafter:
@@ -69,7 +74,7 @@ class Engine:
         self._under_way = None
         if under_way is None:
             return []
-        drafted = time.perf_counter()
+        drafted = max(began, under_way.planned)
         if self._goes_on(under_way):
             self._under_way = self._run(under_way.works, under_way.way, ahead=True)
         works = [(w, o) for w, o in zip(under_way.works, under_way.outcomes()) if not w.request.finished]
@@ -103,10 +108,10 @@ class Engine:
         return self._run(works, way) if works else None
 
     def _run(self, works: Sequence[Work], way: int, ahead: bool = False) -> _Step:
-        variant = self.budget.ways[way].variant
+        variant, planned = self.budget.ways[way].variant, time.perf_counter()
         drawn = self._way if variant else way  # the GPU drafted at the end of the step before
         self._way = way
-        return _Step(works, self.executor.start(works, variant), way, drawn, ahead)
+        return _Step(works, self.executor.start(works, variant), way, drawn, planned, ahead)
 
     def _goes_on(self, step: _Step) -> bool:
         """Whether the next step is the same as this one, whatever this one gives."""
@@ -162,12 +167,14 @@ class Engine:
 class _Step:
     """A step under way: whose it is, what waits for what it gave, and how it is drafted for.
 
-    way: the budget's; drawn: the one that made its trees; ahead: it was started before the step before it was read"""
+    way:     the budget's; drawn: the one that made its trees
+    planned: when it was started; ahead: whether that was before the step before it was read"""
 
     works: Sequence[Work]
     outcomes: Callable[[], list[Outcome]]
     way: int
     drawn: int
+    planned: float
     ahead: bool
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -50,13 +51,13 @@ class Outcome:
 class Executor(Protocol):
     """Runs the steps of an engine; the only one who touches the model and writes the state.
 
-    price:  measures what steps cost, or finds it measured; None for what must not be measured. Nothing may run then
+    price:  measures what steps cost, or finds it measured unless `fresh=True`; no request may run meanwhile
     depths: tokens of a path in each way in which it drafts by itself, numbered from 1
     """
 
     model: Decoder
     state: State
-    price: Callable[[], CostTable | None]
+    price: Callable[..., CostTable | None]
     depths: Sequence[int]
 
     def admit(self, request: Request) -> None:
@@ -73,6 +74,10 @@ class Executor(Protocol):
         """Whether the same works may be started again before it is known what the first time gave."""
         ...
 
+    def time(self, works: Sequence[Work], way: int, about_s: float, most: int) -> float:
+        """Seconds of a step of such works, of a few: of about so many seconds in all, and at most so many steps."""
+        ...
+
     def logits(self, tokens: Sequence[int], start: int, place: Place) -> np.ndarray:
         """Commits tokens start .. of a sequence that lives alone in `place`: float32 [n, vocab], a row a token."""
         ...
@@ -83,7 +88,7 @@ class HostExecutor:
 
     def __init__(self, model: Decoder, state: State):
         self.model, self.state = model, state
-        self.price: Callable[[], CostTable | None] = lambda: None
+        self.price: Callable[..., CostTable | None] = lambda fresh=False: None
         self.depths: Sequence[int] = ()
 
     def admit(self, request: Request) -> None:
@@ -103,6 +108,14 @@ class HostExecutor:
 
     def may_repeat(self, works: Sequence[Work]) -> bool:
         return False
+
+    def time(self, works: Sequence[Work], way: int, about_s: float, most: int) -> float:
+        seconds: list[float] = []
+        while len(seconds) < 2 or (sum(seconds) < about_s and len(seconds) < most):
+            began = time.perf_counter()
+            self.start(works, way)()
+            seconds.append(time.perf_counter() - began)
+        return min(seconds)
 
     def logits(self, tokens: Sequence[int], start: int, place: Place) -> np.ndarray:
         batch = self.state.batch(Forest.of([Tree.chain(tokens)], [start]), [place])

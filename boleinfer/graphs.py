@@ -24,6 +24,9 @@ class Eager:
         """Inside it arrays come from the step's memory and kernels go to its stream."""
         yield
 
+    def wait(self) -> None:
+        """Until all steps so far are done."""
+
     def reserve(self, nbytes: int) -> None:
         """Makes sure that steps have so much memory, now instead of one by one. Raises MemoryError."""
 
@@ -54,6 +57,10 @@ class Graphs:
         """As Eager.on."""
         with self.stream, self._cupy.cuda.using_allocator(self._pool.malloc):
             yield
+
+    def wait(self) -> None:
+        """As Eager.wait."""
+        self.stream.synchronize()
 
     @property
     def pool_bytes(self) -> int:

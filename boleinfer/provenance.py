@@ -23,15 +23,7 @@ def provenance() -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "boleinfer": boleinfer.__version__,
         "sources_sha256": sources_hash(),
-        "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": {
-            k: v for k in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS") if (v := os.environ.get(k))
-        },
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "blas": blas_name(),
+        **cpu_machine(),
     }
 
 
@@ -50,6 +42,34 @@ def gpu_provenance() -> dict[str, Any]:
         "nvrtc": ".".join(map(str, nvrtc.toolchain().version)),
         "cuda_of_driver": _dotted(runtime.driverGetVersion()),
         "cupy": device.cupy().__version__,
+    }
+
+
+def cpu_machine() -> dict[str, Any]:
+    """What of this machine decides how long NumPy takes."""
+    return {
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": {
+            k: v for k in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS") if (v := os.environ.get(k))
+        },
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "blas": blas_name(),
+    }
+
+
+def gpu_machine() -> dict[str, Any]:
+    """What of this machine decides how long the current GPU takes."""
+    runtime = device.cupy().cuda.runtime
+    properties = runtime.getDeviceProperties(runtime.getDevice())
+    kernel_driver = Path("/proc/driver/nvidia/version")
+    return {
+        "gpu": properties["name"].decode(),
+        "multiprocessors": int(properties["multiProcessorCount"]),
+        "driver": kernel_driver.read_text(encoding="utf-8") if kernel_driver.is_file() else "",
+        "cuda": [runtime.runtimeGetVersion(), runtime.driverGetVersion(), nvrtc.toolchain().version],
     }
 
 

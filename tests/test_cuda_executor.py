@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -10,9 +12,11 @@ from boleinfer.config import read_config
 from boleinfer.cuda_executor import CudaExecutor, DraftPlan
 from boleinfer.draft.base import Limits
 from boleinfer.draft.device import DeviceDrafter
-from boleinfer.draft.ngram import NgramDrafter
+from boleinfer.draft.graft import GraftedDrafter
 from boleinfer.draft.none import NoDrafter
+from boleinfer.draft.suffix import SuffixDrafter
 from boleinfer.engine import Engine
+from boleinfer.forest import Tree
 from boleinfer.sampling import SamplingParams
 from boleinfer.scheduler import Scheduler
 from boleinfer.state import State
@@ -41,9 +45,9 @@ def cuda_engine(folder, draft: str, max_batch: int = 3, max_rows: int = 64, node
     executor = CudaExecutor(model, state, allowed, max_batch, max_rows, nodes, pages, plans, graphs=real)
     drafter = {
         "none": NoDrafter(),
-        "ngram": NgramDrafter(),
+        "suffix": GraftedDrafter([SuffixDrafter()]),
         "mtp": DeviceDrafter(),
-        "auto": DeviceDrafter(NgramDrafter()),
+        "auto": GraftedDrafter([SuffixDrafter()], [DeviceDrafter()], always=True),
     }[draft]
     limits = Limits(nodes=nodes, depth=4, min_prob=0.05)
     return Engine(executor, drafter, Scheduler(state, max_batch, max_rows, max_rows, limits, scratch))
@@ -54,7 +58,7 @@ def prompts() -> list[list[int]]:
     return [(rng.integers(0, 470, 7).tolist() * 5)[:n] for n in (21, 1, 70)]
 
 
-@pytest.mark.parametrize("draft", ["none", "ngram", "mtp", "auto"])
+@pytest.mark.parametrize("draft", ["none", "suffix", "mtp", "auto"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_numpy(tmp_path, gpu, family, draft):
     folder = plausible_checkpoint(tmp_path, family)
@@ -81,3 +85,33 @@ def test_sampled_tokens_are_those_of_numpy(tmp_path, gpu, draft):
     assert [r.generated for r in got] == [r.generated for r in want]
     for g, w in zip(got, want):
         assert [list(e or ()) for e in g.logprobs] == [list(e or ()) for e in w.logprobs]
+
+
+def test_ways_to_draft_may_change_at_any_step(tmp_path, gpu):
+    folder = plausible_checkpoint(tmp_path, "qwen3_5")
+    greedy = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+    want = finish(engine_of(load(folder)), [request_of(p, greedy) for p in prompts()])
+    engine, ways = cuda_engine(folder, "mtp"), itertools.cycle([0, 1, 1, 2, 0, 0, 2, 2, 1])
+    engine.budget.choose = lambda *_: next(ways)
+    assert finish(engine, [request_of(p, greedy) for p in prompts()]) == want
+
+
+def test_what_was_not_drafted_for_is_remembered(tmp_path, gpu):
+    """After steps that do not draft, the MTP layer drafts what it would have drafted anyway."""
+    folder, found = plausible_checkpoint(tmp_path, "qwen3_5"), []
+    for idle in (0, 6):
+        engine, drafts = cuda_engine(folder, "mtp"), {}
+        request = request_of(prompts()[0], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+        engine.budget.choose = lambda *_, r=request, e=idle: int(len(r.generated) >= e)
+        engine.add(request)
+        while not request.finished:
+            engine.step()
+            tree = engine.drafter._own.get(request, Tree.chain([]))
+            drafts[len(request.tokens)] = {
+                tuple(tree.token[tree.path(n)].tolist()): float(p) for n, p in enumerate(tree.prob)
+            }
+        found.append(drafts)
+    common = [n for n, tree in found[1].items() if tree and n in found[0]]
+    assert len(common) > 5
+    for n in common:
+        assert found[1][n] == pytest.approx(found[0][n], rel=1e-3)

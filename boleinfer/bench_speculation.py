@@ -1,0 +1,269 @@
+"""`boleinfer bench speculation`: what drafting gains on the GPU, with the shipped model and with published shapes.
+
+Random weights accept nothing, so with the published shapes the drafter's choices, and they alone, are replaced by ones
+that are right as often as a stated profile says (acceptance.py). All that drafting computes is computed and timed. The
+tokens of every run have to be those of plain decoding, or the command fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from boleinfer import speculation_tables, timing
+from boleinfer.acceptance import Profile, ProfileDrafter, Shape, scaled
+from boleinfer.bench_gpu import drop, executor_of, read_prompts, verify_rows
+from boleinfer.cuda_executor import DRAFT_PLANS, DraftPlan
+from boleinfer.draft import NAMES, make_drafter
+from boleinfer.draft.base import Limits
+from boleinfer.draft.device import DeviceDrafter
+from boleinfer.draft.none import NoDrafter
+from boleinfer.llm import BUNDLED, LLM
+from boleinfer.params import SamplingParams
+from boleinfer.provenance import gpu_provenance
+from boleinfer.request import Request
+from boleinfer.results import output_file, write
+
+PARTS = ("bundled", "profiles", "verify", "never")
+SIZES, BATCHES = ("qwen3.5-9b", "qwen3.5-27b"), (1, 4, 8, 16, 32)
+NEVER_BATCHES = (1, 8, 32)
+NODES = 127  # of a request's draft at most, so that a lone request can fill a step of 128 rows
+TOKENS, NEVER_TOKENS = 256, 512  # of each request
+REPEATS = 3
+
+_PAPER = Shape(top_k=4, width=8, depth=8)
+_CODE, _PROSE = 0.908, 0.492  # how often the likeliest token is right
+
+
+def _rest(first: float) -> tuple[float, ...]:
+    """The second, third and fourth token are taken to be right in 40, 15 and 8 % of cases where the first is not."""
+    return (first, *(share * (1 - first) for share in (0.40, 0.15, 0.08)))
+
+
+PROFILES = (
+    Profile(
+        "paper",
+        scaled(_rest(0.88), 6.65, _PAPER, NODES),
+        "6.4 to 6.9 tokens a step on code with a native MTP head, top-k 4, depth 8, 128 rows: the middle, 6.65",
+    ),
+    Profile("code", _rest(_CODE), f"likeliest token right {_CODE:.1%}: Qwen3.8-27B's MTP layer on code, published"),
+    Profile("prose", _rest(_PROSE), f"likeliest token right {_PROSE:.1%}: the same on prose"),
+)
+
+
+def bench_speculation(args: argparse.Namespace) -> int:
+    """Exit status of the command: 1 when a drafter changed a token."""
+    parts, sizes = args.part or PARTS, args.random_weights or SIZES
+    output = output_file(args, "speculation.json", quick=bool(args.part or args.random_weights or args.batch))
+    record: dict[str, Any] = {
+        "what": "speculation on the GPU: tokens a step, tokens a second, against plain decoding in the same run",
+        **gpu_provenance(),
+        "read_gb_s": timing.read_gb_s(),
+        "profiles_of": [asdict(p) for p in PROFILES],
+        "context": args.prompt,
+        **{part: [] for part in PARTS},
+    }
+    measures: dict[str, Callable[[list[dict[str, Any]]], None]] = {
+        "bundled": bundled,
+        "verify": lambda rows: rows.extend(r for size in sizes[:1] for r in verify_rows(size, (1, 64), args.prompt)),
+        "profiles": lambda rows: published(rows, sizes, args.batch or BATCHES, args.prompt, False),
+        "never": lambda rows: published(rows, sizes[:1], args.batch or NEVER_BATCHES, args.prompt, True),
+    }
+    for part in parts:
+        measures[part](record[part])
+        gc.collect()
+        write(record, output, note=False)
+        print(f"{part}: {len(record[part])} rows", file=sys.stderr)
+    print(speculation_tables.speculation(record))
+    write(record, output)
+    rows = [*record["bundled"], *record["profiles"], *record["never"]]
+    return 0 if all(row["same_tokens"] for row in rows) else 1
+
+
+# ---- (a) the shipped model -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to decode: a drafter's name, or trees of one shape and size whatever they cost."""
+
+    name: str
+    plans: tuple[DraftPlan, ...] = ()
+    nodes: int = 0
+
+
+MODES = (
+    Mode("none"),
+    Mode("chain-3", (DraftPlan(1, 1, 3, least=0.0),), 3),
+    *(Mode(f"tree-{n}", (DraftPlan(4, 4, 8, least=0.0),), n - 1) for n in (16, 32, 64)),
+    *(Mode(name, DRAFT_PLANS if name != "suffix" else ()) for name in NAMES if name != "none"),
+)
+
+
+def bundled(rows: list[dict[str, Any]]) -> None:
+    """Held-out code and docstrings, one request at a time, greedy: every mode in turn, medians over the rounds."""
+    llm = LLM(device="cuda", draft="auto", draft_nodes=NODES)
+    code = [e["text"] for e in json.loads((BUNDLED / "heldout_prompts.json").read_text(encoding="utf-8"))]
+    texts = {"code": code, "docstrings": [t for text in code if (t := up_to_docstring(text))]}
+    params = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
+    tokens: dict[tuple[str, str], list[list[int]]] = {}
+    seconds: dict[tuple[str, str], list[float]] = {}
+    steps: dict[tuple[str, str], int] = {}
+    for repeat in range(REPEATS + 1):  # the first round measures costs, compiles and captures
+        for mode in MODES:
+            engage(llm, mode)
+            for kind, prompts in texts.items():
+                outputs = [llm.generate(p, params)[0] for p in prompts]
+                key = mode.name, kind
+                if repeat:
+                    seconds.setdefault(key, []).append(sum(o.stats.decode_s for o in outputs))
+                tokens[key], steps[key] = [o.token_ids for o in outputs], sum(o.stats.steps for o in outputs)
+    for (name, kind), times in seconds.items():
+        made = sum(len(t) - 1 for t in tokens[name, kind])  # the first comes with the prompt
+        rows.append(
+            {
+                "mode": name,
+                "text": kind,
+                "prompts": len(texts[kind]),
+                "tokens_per_step": made / steps[name, kind],
+                "tokens_per_s": made / median(times),
+                "times_plain": median(seconds["none", kind]) / median(times),
+                "same_tokens": tokens[name, kind] == tokens["none", kind],
+            }
+        )
+
+
+def up_to_docstring(text: str) -> str:
+    """A text up to the first words of its last docstring; empty where it has none."""
+    at = max((m.end() for m in re.finditer(r'"""(?:\s*\w+){3}', text)), default=0)
+    return text[:at]
+
+
+def engage(llm: LLM, mode: Mode) -> None:
+    """Makes the engine decode in a mode."""
+    engine, executor = llm.engine, executor_of(llm)
+    executor.draft_as(mode.plans)
+    engine.scheduler.limits = Limits(nodes=mode.nodes or NODES, depth=8)
+    engine.drafter = _Unpriced() if mode.nodes else make_drafter(mode.name, llm.model, engine.state)
+
+
+class _Unpriced(DeviceDrafter, NoDrafter):
+    """The GPU's trees, all of their nodes whatever they cost."""
+
+
+# ---- (b, d) published shapes -----------------------------------------------------------------------------------------
+
+
+def published(
+    rows: list[dict[str, Any]], sizes: Sequence[str], batches: Sequence[int], prompt: int, never: bool
+) -> None:
+    """Each batch of each shape: plain decoding, then each profile's tokens; or the paper's, none of them right."""
+    length = NEVER_TOKENS if never else TOKENS
+    for size in sizes:
+        llm = LLM(
+            device="cuda",
+            random_weights=size,
+            draft="mtp",
+            draft_nodes=NODES,
+            max_batch=max(8, *batches),
+            max_model_len=prompt + 2 * length + 4 * NODES,
+        )
+        for plans in ((), DRAFT_PLANS):
+            executor_of(llm).draft_as(plans)
+            executor_of(llm).capture()
+        for batch in batches:
+            plain = run(llm, batch, prompt, length + length // 4, None)
+            for profile in PROFILES[:1] if never else PROFILES:
+                rows.append(against(llm, size, batch, prompt, length, profile, plain, never))
+                row = rows[-1]
+                print(f"{size} at {batch}, {profile.name}: {row['times_plain']:.2f} x plain", file=sys.stderr)
+        del llm
+        gc.collect()
+
+
+@dataclass
+class Run:
+    """What some requests generated after their first tokens, and how fast. ways: steps in each way to draft."""
+
+    tokens: list[list[int]]
+    seconds: float
+    made: int
+    steps: int
+    rows: float
+    ways: list[int]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.made / self.seconds
+
+
+def against(
+    llm: LLM, size: str, batch: int, prompt: int, length: int, profile: Profile, plain: Run, never: bool
+) -> dict[str, Any]:
+    """A profile's run, which begins with all there is to learn, and plain decoding's before and after it."""
+
+    def shape() -> Shape | None:
+        variant = llm.engine.budget.ways[llm.engine.way].variant  # of the step that drafted
+        plan = DRAFT_PLANS[variant - 1]
+        return Shape(plan.top_k, plan.width, plan.depth) if variant else None
+
+    answers = [t + [0] * NODES for t in plain.tokens]
+    fast = run(llm, batch, prompt, length, ProfileDrafter(profile, answers, shape, llm.config.vocab_size, not never))
+    again = run(llm, batch, prompt, length // 2, None)
+    plain_s = (plain.tokens_per_s + again.tokens_per_s) / 2
+    return {
+        "shape": size,
+        "batch": batch,
+        "profile": profile.name,
+        "context": prompt,
+        "tokens_per_s": fast.tokens_per_s,
+        "plain_tokens_per_s": plain_s,
+        "times_plain": fast.tokens_per_s / plain_s,
+        "tokens_per_step": fast.made / fast.steps / batch,
+        "ms_per_step": 1e3 * fast.seconds / fast.steps,
+        "plain_ms_per_step": 1e3 * plain.seconds / plain.steps,
+        "rows": fast.rows,
+        "ways": fast.ways,
+        "same_tokens": all(a[: len(b)] == b[: len(a)] for a, b in zip(fast.tokens, plain.tokens)),
+    }
+
+
+def run(llm: LLM, batch: int, prompt: int, length: int, drafter: ProfileDrafter | None) -> Run:
+    """Requests with random prompts until they have generated so much on average. None: plain decoding."""
+    engine, executor = llm.engine, executor_of(llm)
+    executor.draft_as(DRAFT_PLANS if drafter is not None else ())
+    engine.drafter = NoDrafter() if drafter is None else drafter
+    requests, _ = read_prompts(llm, batch, prompt)
+    if drafter is not None:
+        drafter.number(requests)
+    steps, first = 0, generated(requests)
+    ways = dict.fromkeys(range(1 + len(executor.depths)), 0)
+    began = time.perf_counter()
+    while generated(requests) < batch * length:
+        engine.step()
+        steps += 1
+        ways[engine.budget.ways[engine.way].variant] += 1
+    seconds = time.perf_counter() - began
+    found = Run(
+        [list(r.tokens) for r in requests],
+        seconds,
+        generated(requests) - first,
+        steps,
+        batch + sum(r.stats.drafted for r in requests) / steps,
+        list(ways.values()),
+    )
+    drop(llm, requests)
+    return found
+
+
+def generated(requests: Sequence[Request]) -> int:
+    """Tokens of all of them."""
+    return sum(len(r.generated) for r in requests)

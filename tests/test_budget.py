@@ -1,0 +1,161 @@
+"""The budget in worlds whose costs and texts are known: the best rows, never slower, back when texts change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from boleinfer.budget import PLAIN, Budget, StepNews, Way, share
+from boleinfer.costs import CostTable
+from boleinfer.forest import Tree
+
+ON_GPU = [PLAIN, Way(True, 1, 4), Way(True, 2, 8)]
+ON_HOST = [PLAIN, Way(True, 0, 8)]
+
+
+def gpu_table(level_s: float = 0.6e-3) -> CostTable:
+    """A step of a 9B model on an H200, about: ms by envelope; a level of a draft takes `level_s`."""
+    rows, batch = (8, 16, 32, 64, 128), (1, 8, 32)
+    ms = np.asarray([5.0, 5.2, 5.6, 6.4, 8.5])
+    seconds = 1e-3 * np.stack([ms, ms + 0.5, ms + 2], axis=1)[:, :, None]
+    return CostTable(rows, batch, (1000,), seconds, True, {w: np.full(3, level_s * d) for w, d in ((1, 4), (2, 8))})
+
+
+def host_table() -> CostTable:
+    rows = (1, 2, 4, 8, 16, 32, 64)
+    one = 1e-3 * np.asarray([4.0, 4.2, 4.5, 5.0, 7.0, 11.0, 20.0])
+    return CostTable(rows, (1, 32), (100,), np.stack([one, one], axis=1)[:, :, None])
+
+
+@dataclass
+class World:
+    """Requests whose guesses are right with one probability; steps take what the table says, and a bit."""
+
+    costs: CostTable
+    ways: list[Way]
+    batch: int
+    rate: float
+    draft_s: float = 0.0
+    claimed: float | None = None
+    slow: float = 1.1
+
+    def __post_init__(self) -> None:
+        self.budget = Budget(self.ways, self.costs)
+        self.rng = np.random.default_rng(0)
+        self.before = 0
+        self.used: list[int] = []
+
+    def chain(self, depth: int) -> Tree:
+        tree = Tree.chain([0] * depth)
+        tree.prob[:] = np.cumprod(np.full(depth, self.rate if self.claimed is None else self.claimed))
+        return tree
+
+    def run(self, steps: int) -> tuple[float, int]:
+        """Seconds and tokens."""
+        seconds, tokens = 0.0, 0
+        for _ in range(steps):
+            way = self.budget.choose(self.batch, 1000)
+            gpu = self.ways[way].variant > 0
+            drawn = self.before if gpu else way
+            depth = self.ways[drawn].depth if self.ways[way].asks else 0
+            trees = self.budget.share([self.chain(depth)] * self.batch, way, 1000, 1000)
+            right = [int(np.cumprod(self.rng.random(len(t)) < self.rate).sum()) for t in trees]
+            rows = self.batch + sum(map(len, trees))
+            took = self.slow * float(self.costs.step_s(np.asarray([rows]), self.batch, 1000)[0])
+            took += self.costs.draft_s(self.ways[way].variant, self.batch)
+            drafted = self.draft_s if way and not gpu else 0.0
+            self.budget.learn(
+                StepNews(
+                    way, drawn, self.batch, 1000, rows, [len(t) for t in trees], [float(t.prob.sum()) for t in trees],
+                    right, took + drafted, drafted,
+                )
+            )  # fmt: skip
+            self.before = way
+            self.used.append(way)
+            seconds += took + drafted
+            tokens += self.batch + sum(right)
+        return seconds, tokens
+
+    def speed(self, steps: int) -> float:
+        """Against plain decoding."""
+        seconds, tokens = self.run(steps)
+        plain = self.slow * float(self.costs.step_s(np.asarray([self.batch]), self.batch, 1000)[0])
+        return tokens / seconds * plain / self.batch
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("claimed", [0.95, 0.5])
+def test_never_slower_when_nothing_is_right(batch, claimed):
+    for world in (
+        World(gpu_table(), ON_GPU, batch, 0.0, claimed=claimed),
+        World(host_table(), ON_HOST, batch, 0.0, draft_s=2e-3, claimed=claimed),
+    ):
+        assert world.speed(512) >= 0.98
+        assert world.speed(4000) >= 0.99
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("level_s", [0.15e-3, 0.6e-3])
+def test_nearly_as_fast_as_the_best_way(rate, batch, level_s):
+    costs = gpu_table(level_s)
+    alone = [World(costs, [PLAIN], batch, rate).speed(300)]
+    for way in ON_GPU[1:]:
+        world = World(costs, [PLAIN, way], batch, rate)
+        world.budget.choose = lambda *_: 1  # always
+        alone.append(world.speed(300))
+    world = World(costs, ON_GPU, batch, rate)
+    world.run(200)
+    assert world.speed(1500) >= 0.9 * max(alone)
+
+
+def test_back_when_the_text_changes():
+    world = World(gpu_table(), ON_GPU, 1, 0.0, claimed=0.8)
+    world.run(1000)
+    assert world.used[-100:].count(0) > 90
+    world.rate = 0.9
+    world.run(2500)
+    assert 0 not in world.used[-100:]
+    world.rate = 0.0
+    world.run(90)
+    assert world.budget.choose(1, 1000) == 0
+
+
+def test_a_new_request_is_a_reason_to_try():
+    world = World(gpu_table(), ON_GPU, 1, 0.0, claimed=0.8)
+    world.run(3000)
+    del world.used[:]
+    world.budget.welcome()
+    world.run(10)
+    assert world.used.count(0) < 10
+
+
+@given(st.lists(st.lists(st.floats(0.01, 1.0), max_size=12), min_size=1, max_size=5), st.booleans(), st.integers(0, 90))
+def test_rows_are_those_of_the_rule(probs, stairs, most):
+    """Against all numbers of rows, tried one after another."""
+    trees = [Tree.of([0] * len(p), [-1] * len(p), sorted(p, reverse=True)) for p in probs]
+    rows = (1, 4, 8, 16, 64)
+    costs = CostTable(rows, (1,), (0,), np.asarray([1.0, 1.1, 1.3, 2.0, 6.0])[:, None, None], stairs)
+    budget = Budget(ON_HOST, costs)
+    got = sum(map(len, budget.share(trees, 1, 0, most)))
+    B, ranked = len(trees), np.sort(np.concatenate([t.prob for t in trees]))[::-1]
+    can = range(min(most, 64 - B, len(ranked)) + 1)
+    worth = [(B + ranked[:n].sum()) / costs.step_s(np.asarray([B + n]), B, 0)[0] for n in can]
+    assert worth[got] == pytest.approx(max(worth), rel=1e-6)
+
+
+def test_without_a_table_everything_is_drafted_and_verified():
+    budget = Budget(ON_GPU)
+    assert budget.choose(1, 0) == 1
+    trees = [Tree.of([1, 2], [-1, -1], [0.01, 0.001])] * 3
+    assert budget.share(trees, 1, 0, 100) == trees
+    assert Budget([PLAIN]).choose(1, 0) == 0
+
+
+def test_likely_requests_get_more_rows():
+    sure, unsure = Tree.of([1, 2, 3], [-1, 0, 1], [0.9, 0.8, 0.7]), Tree.of([1, 2, 3], [-1, 0, 1], [0.5, 0.2, 0.1])
+    assert [len(t) for t in share([unsure, sure, unsure], 5)] == [1, 3, 1]
