@@ -135,7 +135,7 @@ def compare(
 
     The LLM keeps the last drafter, and verifies from now on what drafters propose whether it pays or not. RuntimeError
     where plain decoding itself fails."""
-    llm.engine.executor.price = lambda: None
+    llm.engine.executor.price = lambda *_: None
     drafters = {name: made for name in drafts if (made := _drafter(llm, name)) is not None}
     drafters.pop("none", None)
     none = NoDrafter()

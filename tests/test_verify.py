@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 
 import numpy as np
@@ -54,7 +55,7 @@ def test_a_wrong_walk_is_found(prompts, capsys, monkeypatch):
     assert run("--prompts", prompts, *GREEDY) == 1
     out = capsys.readouterr().out
     assert "greedy  none    in a batch  identical" in out and "greedy  known   alone       different" in out
-    assert "DIFFERENT: " in out and "first difference: greedy, known, prompt " in out
+    assert "DIFFERENT: " in out and re.search("first difference: greedy, (mtp|known), prompt ", out)
     assert "plain decoding has " in out and "standard deviations of the row" in out
 
 
