@@ -140,8 +140,7 @@ class _Budget(_StandIn):
 
     def share(self, trees: Sequence[Tree], way: int, context: float, most: int) -> list[Tree]:
         if trees:
-            worth = getattr(self._own, "worth", lambda *_: None)
-            self._watch.offered, self._watch.worth = trees[0], worth(trees, way, context, most)
+            self._watch.offered, self._watch.worth = trees[0], self._own.worth(trees, way, context, most)
         return self._own.share(trees, way, context, most)
 
 
