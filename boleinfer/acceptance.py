@@ -30,11 +30,14 @@ class Profile:
 
 @dataclass(frozen=True)
 class Shape:
-    """A tree of `depth` levels: `top_k` children of each of the `width` likeliest nodes of the level above."""
+    """A tree of `depth` levels: `top_k` children of each of the `width` likeliest nodes of the level above.
+
+    known: how often the right token is among those that the drafter looks at"""
 
     top_k: int
     width: int
     depth: int
+    known: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Template:
     @classmethod
     @cache
     def of(cls, profile: Profile, shape: Shape, most: int) -> Template:
-        ranks = profile.ranks[: shape.top_k]
+        ranks = [shape.known * p for p in profile.ranks[: shape.top_k]]
         parent, prob, rank, depth = [-1] * len(ranks), list(ranks), list(range(len(ranks))), [0] * len(ranks)
         level = list(range(len(ranks)))
         for d in range(1, shape.depth):
@@ -103,11 +106,9 @@ class ProfileDrafter:
     ):
         self._profile, self._shape, self._vocab, self._honest = profile, shape, vocab, honest
         self._answers = [np.asarray(a, np.int64) for a in answers]
-        cut = np.cumsum(profile.ranks)
         longest = max(map(len, self._answers))
-        # the rank of the right token after each position and depth: drawn for (request, position, depth); none: len
-        drawn = np.random.default_rng(0).random((len(self._answers), longest, DEEPEST))
-        self._right = np.searchsorted(cut, drawn).tolist()
+        # for each request, position and depth the number that decides which rank the right token has
+        self._drawn = np.random.default_rng(0).random((len(self._answers), longest, DEEPEST))
         self._number: dict[Request, int] = {}
 
     def number(self, requests: Sequence[Request]) -> None:
@@ -135,7 +136,7 @@ class ProfileDrafter:
         padded = np.resize(ahead, shape.depth)
         token = (padded[t.depth] + 1 + t.rank) % self._vocab
         tree = Tree(token.astype(np.int32), t.parent, t.prob)
-        at, right = -1, self._right[i][known]
+        at, right = -1, np.searchsorted(shape.known * np.cumsum(self._profile.ranks), self._drawn[i, known])
         for d in range(depth if self._honest else 0):
             children = np.flatnonzero((t.parent == at) & (t.rank == right[d]))
             if not len(children):

@@ -139,7 +139,7 @@ def drafting(o: Options, drafts: bool) -> tuple[DraftPlan, ...]:
     if not (drafts and o.draft_nodes and o.draft_depth):
         return ()
     plans = [replace(plan, depth=min(plan.depth, o.draft_depth)) for plan in DRAFT_PLANS]
-    return tuple(p for p in plans if p == plans[0] or (p.depth > plans[0].depth and o.draft_nodes > SMALLEST))
+    return tuple(p for p in plans if p.depth <= plans[0].depth or o.draft_nodes > SMALLEST)
 
 
 def _state(config: ModelConfig, o: Options, model: Decoder, act: np.dtype, gpu: bool) -> State:

@@ -38,6 +38,7 @@ NEVER_BATCHES = (1, 8, 32)
 NODES = 127  # of a request's draft at most, so that a lone request can fill a step of 128 rows
 TOKENS, NEVER_TOKENS = 256, 512  # of each request
 REPEATS = 3
+KNOWN = 0.97  # of the tokens are among the ids that drafts look at (DraftPlan.ids), between code and prose
 
 _PAPER = Shape(top_k=4, width=8, depth=8)
 _CODE, _PROSE = 0.908, 0.492  # how often the likeliest token is right
@@ -69,6 +70,7 @@ def bench_speculation(args: argparse.Namespace) -> int:
         "read_gb_s": timing.read_gb_s(),
         "profiles_of": [asdict(p) for p in PROFILES],
         "context": args.prompt,
+        "known": KNOWN,
         **{part: [] for part in PARTS},
     }
     measures: dict[str, Callable[[list[dict[str, Any]]], None]] = {
@@ -189,6 +191,11 @@ def published(
         gc.collect()
 
 
+def shape_of(plan: DraftPlan) -> Shape:
+    """The trees of a plan."""
+    return Shape(plan.top_k, plan.width, plan.depth, 1.0 if plan.ids is None else KNOWN)
+
+
 @dataclass
 class Run:
     """What some requests generated after their first tokens, and how fast. ways: steps in each way to draft."""
@@ -212,8 +219,7 @@ def against(
 
     def shape() -> Shape | None:
         variant = llm.engine.budget.ways[llm.engine.way].variant  # of the step that drafted
-        plan = DRAFT_PLANS[variant - 1]
-        return Shape(plan.top_k, plan.width, plan.depth) if variant else None
+        return shape_of(DRAFT_PLANS[variant - 1]) if variant else None
 
     answers = [t + [0] * NODES for t in plain.tokens]
     fast = run(llm, batch, prompt, length, ProfileDrafter(profile, answers, shape, llm.config.vocab_size, not never))

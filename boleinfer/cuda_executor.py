@@ -36,16 +36,27 @@ SMALLEST, LARGEST_CAPTURED = 8, 128  # rows of an envelope; larger steps read pr
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """A way in which the GPU drafts with the MTP layer (draft.mtp.MTPDrafter explains each), and what of it is kept."""
+    """A way in which the GPU drafts with the MTP layer (draft.mtp.MTPDrafter explains most of it).
+
+    least: probability below which a node is not kept
+    ids:   only the first of the vocabulary are looked at; None: all. Ids of a byte-pair vocabulary come in the order of
+           frequency, and the head is most of what a level reads. Of the tokens of Qwen's 151,643 in Python's library
+           the first 65,536 are 98 %, in English documentation 96 %; 32,768 are 94 and 89 %
+    """
 
     top_k: int = 2
     width: int = 1
     depth: int = 4
     worth: float = 0.0
     least: float = 0.01
+    ids: int | None = 65536
 
 
-DRAFT_PLANS = DraftPlan(), DraftPlan(top_k=4, width=4, depth=8)  # few: each is captured with each envelope
+DRAFT_PLANS = (  # few: each is captured with each envelope
+    DraftPlan(),
+    DraftPlan(top_k=4, width=4, depth=8),
+    DraftPlan(ids=None),  # for texts in other languages
+)
 
 
 def sampled_rows(max_batch: int, draft_nodes: int) -> int:
@@ -108,6 +119,7 @@ class CudaExecutor:
         self._slots = Slots(state.slots.size, pages, self._draft_nodes)
         self._sampling = SamplingTable(state.slots.size, model.config.vocab_size, allowed)
         self._frames: dict[int, _Frame] = {}
+        self.most_drafted = LARGEST_CAPTURED
         self._drafts: dict[int, Tree] = {}  # of the slots, as far as the host knows
 
     def draft_as(self, drafting: Sequence[DraftPlan]) -> None:
@@ -219,8 +231,9 @@ class CudaExecutor:
         drafts, hidden = frame.drafts[plan]
         device.write(hidden[drafts.hidden_rows(0)], embedding(last, y))
         tree = Batch(drafts.forest, step.slot, step.page_table)
+        ids = plan.ids if plan.ids is not None and plan.ids < self.model.config.vocab_size else None
         for level in range(drafts.levels + 1):
-            logits = self.model.logits(hidden[drafts.hidden_rows(level)])
+            logits = self.model.logits(hidden[drafts.hidden_rows(level)], ids)
             found = candidates(logits, drafts.top_k, drafts.row if level else last)
             grow(drafts, level, *found, inputs, self._slots)
             if level < drafts.levels:

@@ -63,9 +63,10 @@ class Decoder:
             pending.append(factors)
         return x, pending
 
-    def logits(self, hidden: Array) -> Array:
-        """Hidden rows [n, D] times the head: float32 [n, vocab]."""
-        return linear(hidden, self.weights["lm_head"], np.float32)
+    def logits(self, hidden: Array, ids: int | None = None) -> Array:
+        """Hidden rows [n, D] times the head: float32 [n, vocab], or [n, ids] of the first ids alone (on the GPU)."""
+        head = self.weights["lm_head"]
+        return linear(hidden, head if ids is None else head[:ids], np.float32)
 
     def mtp(
         self, token: Array, hidden: Array, position: Array, batch: Batch, state: State, rows: Array | None = None

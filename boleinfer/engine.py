@@ -24,6 +24,7 @@ class Engine:
 
     def __init__(self, executor: Executor, drafter: Drafter, scheduler: Scheduler):
         self.executor, self.drafter, self.scheduler = executor, drafter, scheduler
+        scheduler.draft_rows = min(scheduler.draft_rows, executor.most_drafted)
         self._under_way: _Step | None = None
         self._budget: tuple[Drafter, Budget] | None = None
         self._costs: CostTable | None = None

@@ -53,12 +53,14 @@ class Executor(Protocol):
 
     price:  measures what steps cost, or finds it measured unless `fresh=True`; no request may run meanwhile
     depths: tokens of a path in each way in which it drafts by itself, numbered from 1
+    most_drafted: guesses of a step at most
     """
 
     model: Decoder
     state: State
     price: Callable[..., CostTable | None]
     depths: Sequence[int]
+    most_drafted: int
 
     def admit(self, request: Request) -> None:
         """The request has got its place and takes part from now on."""
@@ -90,6 +92,7 @@ class HostExecutor:
         self.model, self.state = model, state
         self.price: Callable[..., CostTable | None] = lambda fresh=False: None
         self.depths: Sequence[int] = ()
+        self.most_drafted = 1 << 16
 
     def admit(self, request: Request) -> None:
         pass
