@@ -30,7 +30,7 @@ HK, WIDTH, TAPS = 16, 128, 4  # key heads; K = V; W
 VALUE_HEADS, REQUESTS = (32, 48, 64), (1, 8, 32, 128)
 TREES, CHAINS = (1, 8, 16, 32, 64), (4, 8, 16)
 RING, FILLED = 32, 16
-CHECKED = 8  # requests of a batch that are compared with the definition, at most
+CHECKED = 4  # requests of a batch that are compared with the definition, at most
 EPS = 1e-6
 
 HEADS, PAGE = ((16, 4, 256), (24, 4, 256)), 16  # Hq, Hkv, Dh
