@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,8 @@ def verify(args: argparse.Namespace) -> int:
     if not args.json:
         print(f"{about}: {len(prompts)} prompts, up to {params.max_tokens} tokens each", flush=True)
     runs = []
-    for run in compare(llm, prompts, ways(params), NAMES if args.draft is None else [args.draft]):
+    drafters = drafters_of(llm, NAMES if args.draft is None else ()) | {args.draft or "auto": llm.engine.drafter}
+    for run in compare(llm, prompts, ways(params), drafters):
         runs.append(run)
         if not args.json:
             print(_line(run), flush=True)
@@ -128,16 +130,24 @@ def ways(params: SamplingParams) -> dict[str, SamplingParams]:
     return greedy if params.greedy else greedy | {"seeded": params}
 
 
-def compare(
-    llm: LLM, prompts: Sequence[str], sampling: dict[str, SamplingParams], drafts: Sequence[str] = NAMES
-) -> Iterator[Run]:
-    """Every way of answering beside plain decoding alone; drafters that this model cannot have are left out.
+def drafters_of(llm: LLM, names: Sequence[str]) -> dict[str, Drafter]:
+    """The drafters of these names, but those that this model cannot have."""
+    made = {}
+    for name in names:
+        with suppress(ValueError):  # it needs what the checkpoint has not
+            made[name] = make_drafter(name, llm.model, llm.engine.state)
+    return made
 
+
+def compare(
+    llm: LLM, prompts: Sequence[str], sampling: Mapping[str, SamplingParams], drafters: Mapping[str, Drafter]
+) -> Iterator[Run]:
+    """Every way of answering beside plain decoding alone.
+
+    drafters: by name; one that knows the answers comes last
     The LLM keeps the last drafter, and verifies from now on what drafters propose whether it pays or not. RuntimeError
     where plain decoding itself fails."""
     llm.engine.executor.price = lambda *_: None
-    drafters = {name: made for name in drafts if (made := _drafter(llm, name)) is not None}
-    drafters.pop("none", None)
     none = NoDrafter()
     for way, params in sampling.items():
         plain = _answers(llm, none, prompts, params, together=False)
@@ -182,13 +192,6 @@ def verdict(runs: Sequence[Run]) -> str:
     """ "identical", "near ties" or "different"."""
     differences = [d for run in runs for d in run.differences]
     return "identical" if not differences else "near ties" if all(d.near_tie for d in differences) else "different"
-
-
-def _drafter(llm: LLM, name: str) -> Drafter | None:
-    try:
-        return make_drafter(name, llm.model, llm.engine.state)
-    except ValueError:  # it needs what this checkpoint has not
-        return None
 
 
 def _answers(

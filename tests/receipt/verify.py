@@ -10,7 +10,7 @@ from pathlib import Path
 
 from boleinfer.draft import NAMES
 from boleinfer.llm import LLM
-from boleinfer.verify import PROMPTS, TOKENS, compare, verdict, ways
+from boleinfer.verify import PROMPTS, TOKENS, compare, drafters_of, verdict, ways
 from tests.receipt import Report
 from tests.receipt.models import real_gpu, tiny
 from tests.tokenizers_made import make_tokenizer
@@ -35,7 +35,8 @@ def one_model(
 ) -> None:
     """Every way of answering with n tokens; model: None is the bundled one."""
     llm = LLM(model, device="cuda", dtype=dtype, max_model_len=256, max_batch=len(prompts), graphs=real_gpu())
-    for done in compare(llm, prompts, ways(replace(llm.default_params, max_tokens=n)), drafts):
+    tried = ways(replace(llm.default_params, max_tokens=n))
+    for done in compare(llm, prompts, tried, drafters_of(llm, drafts)):
         how = f"{dtype} {done.sampling} {done.draft} {'together' if done.together else 'alone'}"
         report.count(f"ways {dtype}")
         report.count("tokens", done.tokens)
