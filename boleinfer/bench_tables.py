@@ -100,6 +100,16 @@ def tree(record: Record) -> str:
     return "\n\n".join(parts)
 
 
+def tree_in_short(record: Record) -> str:
+    """Of gdn_tree.json the trees of its first number of value heads."""
+    found = [r for r in record["rows"] if r["op"] == "tree" and r["Hv"] == record["rows"][0]["Hv"]]
+    return (
+        f"{_machine(record)}: the gated delta rule of one layer with {found[0]['Hv']} value heads, microseconds, how "
+        "many times its floor that is (every byte once), and in brackets how many times as long SGLang's tree kernel takes "
+        f"in the same run.\n\n{_grid('requests', [str(r['B']) for r in found], found)}"
+    )
+
+
 def _grid(title: str, lines: list[str], rows: list[Record]) -> str:
     """Measurements, each in the line named beside it and in the column of its nodes."""
     cells = {(line, r["N"]): _cell(r) for line, r in zip(lines, rows)}
@@ -135,9 +145,10 @@ FILES = {
     "verify.json": verify,
     "kernels.json": kernels,
     "gdn_tree.json": tree,
+    "gdn_tree.json in short": tree_in_short,
     "start.json": start,
 }
-"""Result file -> what shows it."""
+"""Result file, and after it what is shown of it where it is shown twice -> what shows it."""
 
 
 def _rows(n: int) -> str:

@@ -73,6 +73,7 @@ def test_tree(pretend, small, tmp_path, capsys):  # noqa: F811
         assert ("peer_rel_err" in row) == (row["op"] == "tree")
     assert [r["peer_us"] for r in gdn if r["op"] in ("chain", "token") and r["B"] == 2] == [128, 64]  # 64 sets each
     assert [row["T"] for row in record["rows"] if row["op"] == "attention"] == [40, 40]
+    assert "| 2 | " in bench_tables.tree_in_short(record)
     out = capsys.readouterr().out
     for part in ("**chain**, beside SGLang", "| 4, 2 |", "**attention**", "| 4 / 2, 2 x 40 |"):
         assert part in out, out
