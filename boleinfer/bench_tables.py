@@ -105,7 +105,7 @@ def tree_in_short(record: Record) -> str:
     found = [r for r in record["rows"] if r["op"] == "tree" and r["Hv"] == record["rows"][0]["Hv"]]
     return (
         f"{_machine(record)}: the gated delta rule of one layer with {found[0]['Hv']} value heads, microseconds, how "
-        "many times its floor that is (every byte once), and in brackets how many times as long SGLang's tree kernel takes "
+        "many times its floor that is (every byte once), in brackets how many times as long SGLang's tree kernel takes "
         f"in the same run.\n\n{_grid('requests', [str(r['B']) for r in found], found)}"
     )
 
