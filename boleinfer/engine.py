@@ -16,6 +16,7 @@ from boleinfer.request import Request
 from boleinfer.scheduler import Scheduler, Work, mean_length
 from boleinfer.state import State
 
+BLIND = 8  # steps in a row that verify guesses which the host has not read, in as many rows as the first
 IDLE = 0.1  # part of a step's time for which the caller may have kept the engine waiting, for the time to count
 
 
@@ -77,7 +78,7 @@ class Engine:
             return []
         drafted = max(began, under_way.planned)
         if self._goes_on(under_way):
-            self._under_way = self._run(under_way.works, under_way.way, ahead=True)
+            self._under_way = self._run(under_way.works, under_way.way, under_way.ahead + 1)
         works = [(w, o) for w, o in zip(under_way.works, under_way.outcomes()) if not w.request.finished]
         news = []
         for work, outcome in works:
@@ -108,7 +109,7 @@ class Engine:
         works = self.scheduler.plan(self.drafter, self.budget, way)
         return self._run(works, way) if works else None
 
-    def _run(self, works: Sequence[Work], way: int, ahead: bool = False) -> _Step:
+    def _run(self, works: Sequence[Work], way: int, ahead: int = 0) -> _Step:
         variant, planned = self.budget.ways[way].variant, time.perf_counter()
         drawn = self._way if variant else way  # the GPU drafted at the end of the step before
         self._way = way
@@ -119,6 +120,8 @@ class Engine:
         works, budget = step.works, self.budget
         alone = len(works) == len(self.scheduler.running) and not self.scheduler.waiting
         if not alone or (self.drafter.reads_text and budget.ways[step.way].asks) or not self.executor.may_repeat(works):
+            return False
+        if step.ahead == BLIND and any(w.drafted for w in works):
             return False
         return budget.choose(len(works), mean_length([w.request for w in works])) == step.way
 
@@ -169,14 +172,14 @@ class _Step:
     """A step under way: whose it is, what waits for what it gave, and how it is drafted for.
 
     way:     the budget's; drawn: the one that made its trees
-    planned: when it was started; ahead: whether that was before the step before it was read"""
+    planned: when it was started; ahead: how many steps, this one included, were started before the last was read"""
 
     works: Sequence[Work]
     outcomes: Callable[[], list[Outcome]]
     way: int
     drawn: int
     planned: float
-    ahead: bool
+    ahead: int
 
 
 def _take(work: Work, outcome: Outcome) -> None:
