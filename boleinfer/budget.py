@@ -25,6 +25,7 @@ from boleinfer.forest import Tree
 PRIOR_RATE, PRIOR_TRIES = 0.7, 4.0  # what is believed of a guess before any was verified, and how firmly
 RECENT = 24.0  # steps after which a record counts a third
 SURER = 1.03  # how much faster another way must look
+SETTLING = 2  # steps of one or two requests after which the ways are compared again
 TRIED = 3  # steps of a try that count
 SHORTEST_PAUSE, LONGEST_PAUSE = 64, 2048  # steps between two tries
 DEAR, SOONER = 300.0, 100.0  # steps that must pass for each one that a try may lose; after a new request
@@ -107,6 +108,7 @@ class Budget:
     _trial: int | None = None
     _left: int = 0
     _best: int = 0
+    _steps: int = 0
     _surprise: tuple[float, float] = UNSURPRISED
 
     def __post_init__(self) -> None:
@@ -121,11 +123,7 @@ class Budget:
             return self._best
         if batch >= self.costs.most:
             return 0
-        if self._trial is not None:
-            return self._trial
-        speeds = [self.speed(i, batch, context) for i in range(len(self.ways))]
-        fastest = int(np.argmax(speeds))
-        return fastest if speeds[fastest] > SURER * speeds[self._best] else self._best
+        return self._best if self._trial is None else self._trial
 
     def share(self, trees: Sequence[Tree], way: int, context: float, most: int) -> list[Tree]:
         """The nodes to verify: as many of the likeliest of all trees as are worth their rows, `most` at most."""
@@ -149,18 +147,18 @@ class Budget:
     def speed(self, way: int, batch: int, context: float) -> float:
         """Tokens of a way over its time, against plain decoding as the table has it: foreseen, then as it was."""
         assert self.costs is not None
-        r, depth, a = self._records[way], self.ways[way].depth, self.rate(way)
-        depth = min(depth, self.costs.most // batch - 1)
-        tokens = 1 + self._coverage(way) * np.concatenate([[0.0], np.cumsum(a ** np.arange(1, depth + 1))])
-        rows = batch * np.arange(1, depth + 2)
-        plain, *steps = self.costs.step_s(np.concatenate([[batch], rows]), batch, context)
-        draft_s, slow = self.draft_s(way, batch), self._slow(way)
-        foreseen = float((tokens * plain / (slow * np.asarray(steps) + draft_s)).max())
+        costs, r, a, coverage = self.costs, self._records[way], self.rate(way), self._coverage(way)
+        plain, draft_s, slow = costs.one_s(batch, batch, context), self.draft_s(way, batch), self._slow(way)
+        foreseen, tokens, likely = 0.0, 1.0, coverage
+        for rows in range(1, min(self.ways[way].depth, costs.most // batch - 1) + 2):  # of a request
+            foreseen = max(foreseen, tokens * plain / (slow * costs.one_s(rows * batch, batch, context) + draft_s))
+            likely *= a
+            tokens += likely
         if not r.steps or not way:
             return foreseen
-        step = self.costs.step_s(np.asarray([min(round(r.rows / r.steps * batch), self.costs.most)]), batch, context)[0]
+        step = costs.one_s(min(r.rows / r.steps * batch, costs.most), batch, context)
         seen = (1 + r.hits / r.asked) * plain / (slow * step + draft_s)
-        return float((PRIOR_TRIES * foreseen + r.asked * seen) / (PRIOR_TRIES + r.asked))
+        return (PRIOR_TRIES * foreseen + r.asked * seen) / (PRIOR_TRIES + r.asked)
 
     def rate(self, way: int) -> float:
         """How often a guess of a way is right when those before it were."""
@@ -204,7 +202,7 @@ class Budget:
         r.drafted += sum(d > 0 for d in news.depth)
         r.hits += sum(news.accepted)
         r.tries += sum(min(a + 1, d) for a, d in zip(news.accepted, news.depth))
-        told = float(self.costs.step_s(np.asarray([news.rows]), news.batch, news.context)[0])
+        told = self.costs.one_s(news.rows, news.batch, news.context)
         on_gpu = self.costs.draft_s(self.ways[news.way].variant, news.batch)
         ratio = (news.seconds - news.draft_s - on_gpu) / told
         if ratio < 4:  # a graph was captured, or the machine slept
@@ -224,7 +222,9 @@ class Budget:
             tried, self._trial = self._trial, None
             self._settle(news, tried)
             return
-        self._settle(news, None)
+        self._steps += 1
+        if self._steps % SETTLING == 0 or news.batch > 2:
+            self._settle(news, None)
         for i, r in enumerate(self._records):
             if i and i != self._best and r.since >= r.due:
                 self._trial, self._left, self._surprise = i, TRIED, UNSURPRISED
@@ -233,7 +233,10 @@ class Budget:
 
     def _settle(self, news: StepNews, tried: int | None) -> None:
         """Goes over to the fastest way; one that was left, or tried in vain, has to wait."""
-        before, self._best = self._best, self.choose(news.batch, news.context)
+        before, speeds = self._best, [self.speed(i, news.batch, news.context) for i in range(len(self.ways))]
+        fastest = int(np.argmax(speeds))
+        if speeds[fastest] > SURER * speeds[before]:
+            self._best = fastest
         for i in {before, tried} - {None, 0, self._best}:
             assert i is not None
             r = self._records[i]
@@ -249,12 +252,12 @@ class Budget:
         if self._best:
             tried, best = (self.speed(i, batch, context) for i in (way, self._best))
             return (TRIED + 1) * max(0.0, 1 - tried / best)
-        rows = batch * (1.0 + self.ways[way].depth)
+        rows = 1.0 + self.ways[way].depth
         if (r := self._records[way]).steps:
-            rows = batch * r.rows / r.steps
-        plain, step = self.costs.step_s(np.asarray([batch, min(round(rows), self.costs.most)]), batch, context)
+            rows = r.rows / r.steps
+        step = self.costs.one_s(min(rows * batch, self.costs.most), batch, context)
         tried = self._slow(way) * step + self.draft_s(way, batch)
-        return (TRIED + 1) * max(0.0, float(tried / (self._slow(0) * plain)) - 1)
+        return (TRIED + 1) * max(0.0, tried / (self._slow(0) * self.costs.one_s(batch, batch, context)) - 1)
 
     def _alike(self, way: int) -> list[_Record]:
         """Records of the ways that draft with the same."""

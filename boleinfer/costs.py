@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 import warnings
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+SAME, MANY = 32, 1024  # contexts that are taken as one; steps of so many kinds are remembered
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class CostTable:
     seconds: np.ndarray
     stairs: bool = False
     drafts: dict[int, np.ndarray] = field(default_factory=dict)
+    _known: dict[tuple[int, int], np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, at in (("rows", self.rows), ("batch", self.batch), ("context", self.context)):
@@ -51,13 +55,25 @@ class CostTable:
         """The largest number of rows that was measured."""
         return self.rows[-1]
 
-    def step_s(self, rows: np.ndarray, batch: float, context: float) -> np.ndarray:
+    def step_s(self, rows: np.ndarray, batch: int, context: float) -> np.ndarray:
         """Seconds of steps of so many rows, infinite above `most`; beyond the measured context on the last line."""
-        by_context = _along(self.seconds, 2, self.context, context, beyond=True)
-        at = _along(by_context, 1, self.batch, batch, beyond=False)  # [rows]
-        if self.stairs:
-            return np.append(at, np.inf)[np.searchsorted(self.rows, rows)]
-        return np.interp(rows, self.rows, at, right=np.inf)
+        return self._all(batch, int(context) // SAME * SAME)[np.minimum(rows, self.most + 1)]
+
+    def one_s(self, rows: float, batch: int, context: float) -> float:
+        """As step_s, of one step."""
+        return float(self._all(batch, int(context) // SAME * SAME)[min(math.ceil(rows - 1e-6), self.most + 1)])
+
+    def _all(self, batch: int, context: int) -> np.ndarray:
+        """Seconds of steps of 0, 1, .. most rows, and of more."""
+        if (batch, context) not in self._known:
+            if len(self._known) >= MANY:
+                self._known.clear()
+            by_context = _along(self.seconds, 2, self.context, context, beyond=True)
+            at = _along(by_context, 1, self.batch, batch, beyond=False)  # [rows]
+            rows = np.arange(self.most + 1)
+            on = at[np.searchsorted(self.rows, rows)] if self.stairs else np.interp(rows, self.rows, at)
+            self._known[batch, context] = np.append(on, np.inf)
+        return self._known[batch, context]
 
     def draft_s(self, way: int, batch: float) -> float:
         """Seconds that the GPU's way to draft adds to a step; 0 for one that is not in the table."""
@@ -111,7 +127,8 @@ class CostFiles:
 
     def put(self, key: dict[str, Any], table: CostTable) -> None:
         """Keeps the table, in one go."""
-        content: dict[str, Any] = {"key": _plain(key), "table": _plain(asdict(table))}
+        fields = {name: getattr(table, name) for name in ("rows", "batch", "context", "seconds", "stairs", "drafts")}
+        content: dict[str, Any] = {"key": _plain(key), "table": _plain(fields)}
         content["sha256"] = _digest([content["key"], content["table"]])
         temporary = None
         try:

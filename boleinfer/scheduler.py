@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -34,7 +35,7 @@ class Work:
         """Rows that are guesses."""
         return len(self.tree) - self.known
 
-    @property
+    @cached_property
     def draft(self) -> Tree:
         """The guesses alone; their roots follow the last known token."""
         t, m = self.tree, self.known
