@@ -14,7 +14,7 @@ import numpy as np
 
 from boleinfer.declaration import MOST_EACH, TYPES, Constant, Dim, KernelError, KernelFile, Parameter
 
-MOST_BOX_ROWS = 256  # of what load_tile of cuda/tma.cuh copies
+MOST_BOX_ROWS, TENSOR_MAP_BYTES = 256, 128  # of what load_tile of cuda/tma.cuh copies, and of what it takes
 
 
 class Arrays(Protocol):
@@ -77,7 +77,7 @@ def check_arguments(
             check.bind(constant, value, "the constants")
     for letter, value in dims.items():
         check.bind(letter, operator.index(value), "dims")
-    values = [check.scalar(p, args[p.name]) if p.shape is None else np.uint64(0) for p in kernel]
+    values = [check.scalar(p, args[p.name]) if p.shape is None else _null(p) for p in kernel]
     given = [(i, p, args[p.name]) for i, p in enumerate(kernel) if p.shape is not None]
     listed = [(i, p, a) for i, p, value in given for a in (check.each(p, value) if p.each else [value])]
     present = [(i, p, a) for i, p, a in listed if check.is_present(p, a)]
@@ -241,6 +241,10 @@ def _number(value: Any, dtype: np.dtype) -> np.generic | None:
     except OverflowError:
         return None
     return result if np.isfinite(result) else None
+
+
+def _null(parameter: Parameter) -> np.generic:
+    return np.uint64(0) if parameter.box is None else np.void(bytes(TENSOR_MAP_BYTES))
 
 
 def _struct(addresses: list[np.generic]) -> np.generic:

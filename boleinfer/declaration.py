@@ -288,7 +288,7 @@ def _parameter(code: str, comment: str, raw: str, line: int, path: Path, types: 
     )
     if parameter.strides is not None and len(parameter.strides) != len(parameter.shape or ()):
         _refuse(path, line, raw, "shape and strides differ in length")
-    matrix = not parameter.writes and not parameter.optional and len(parameter.shape or ()) == 2
+    matrix = not parameter.writes and len(parameter.shape or ()) == 2
     if struct and struct["how"] == "TensorMap" and not (matrix and parameter.box):
         _refuse(path, line, raw, "a TensorMap is of a const matrix, such as // [R, D] box [64]")
     return parameter

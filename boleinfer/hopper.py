@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,28 +27,28 @@ class Cut(NamedTuple):
     whole: int
     parts: int
 
-    def tiles(self, width: int) -> int:
-        """Of so many features."""
-        return -(-width // (64 * self.groups))
+    def tiles(self, *widths: int) -> int:
+        """Of matrices of so many features each."""
+        return sum(-(-width // (64 * self.groups)) for width in widths)
 
 
 @functools.cache
-def cut(width: int, row_bytes: int, slabs: int, processors: int) -> Cut:
-    """The cut that should take the least time. It depends on the matrix alone, and with it a row's bits.
+def cut(widths: tuple[int, ...], row_bytes: int, slabs: int, processors: int) -> Cut:
+    """The cut that should take the least time. It depends on the matrices alone, and with it a row's bits.
 
-    width: features of the result; row_bytes: of a row of w; slabs: 2 where each feature takes two of them.
+    widths: features of the results; row_bytes: of a row of w; slabs: 2 where each feature takes two of them.
     Blocks take full rounds of tiles with all of k; k of the tiles left is cut so that each block has one piece more.
     """
-    share = width * slabs * row_bytes / processors
+    share = sum(widths) * slabs * row_bytes / processors
 
     def cost(c: Cut) -> float:
-        rounds = -(-c.whole // processors) + (c.tiles(width) > c.whole) / c.parts
+        rounds = -(-c.whole // processors) + (c.tiles(*widths) > c.whole) / c.parts
         each = rounds * 64 * c.groups * slabs * row_bytes
         return max(share, each / QUICKEST) + (TO_JOIN + TO_JOIN_ONE * c.parts if c.parts > 1 else 0)
 
     candidates = []
     for groups in (3, 2, 1)[slabs - 1 :]:
-        tiles = Cut(groups, 0, 1).tiles(width)
+        tiles = Cut(groups, 0, 1).tiles(*widths)
         left = tiles % processors
         most = max(1, min(MOST_PARTS, processors // left, row_bytes // 128)) if left else 1
         candidates += [Cut(groups, tiles - left if parts > 1 else tiles, parts) for parts in range(1, most + 1)]
@@ -56,19 +56,25 @@ def cut(width: int, row_bytes: int, slabs: int, processors: int) -> Cut:
 
 
 def product(
-    x: Array, w: Array, scale: Array | None, out: Array, more: Array | None = None, gated: bool = False
+    x: Array,
+    w: Array,
+    scale: Array | None,
+    out: Array,
+    gated: bool = False,
+    w_more: Array | None = None,
+    more: Array | None = None,
 ) -> None:
     """out = x w^T of bf16 x [R, Din] and bf16 or FP8 w [Dout, Din]; gated: of its halves silu(gate) * up.
 
-    more: float32 [R, any], the features behind those of out, which are a multiple of 4. Rows of x and w are whole
-    16-byte words, at multiples of 16 bytes. Raises KernelError for what does not fit."""
+    w_more: [More, Din] of the type of w, and more = x w_more^T in float32, in the same launch. Rows of x and of w are
+    whole 16-byte words at multiples of 16 bytes. Raises KernelError for what does not fit."""
     (R, Din), Dout, fp8 = x.shape, len(w), w.itemsize == 1
     slabs, processors, chunks = 1 + gated, device.multiprocessors(), -(-Din * w.itemsize // 128)
-    width = Dout // slabs
-    c = cut(width, Din * w.itemsize, slabs, processors) if R <= FIXED_ROWS else _for_many_rows(width)
+    widths = (Dout // slabs,) if w_more is None else (Dout // slabs, len(w_more))
+    c = cut(widths, Din * w.itemsize, slabs, processors) if R <= FIXED_ROWS else Cut(2, Cut(2, 0, 1).tiles(*widths), 1)
     most = (32 if gated else 64) if fp8 else (128 if gated or R <= FIXED_ROWS else 256)
     rows = next(n for n in (8, 16, 32, 64, 128, 256) if n >= min(R, most))
-    row_tiles, cut_tiles = -(-R // rows), c.tiles(width) - c.whole
+    row_tiles, cut_tiles = -(-R // rows), c.tiles(*widths) - c.whole
     units = row_tiles * (c.whole + cut_tiles * c.parts)
     place = 8192 * c.groups * slabs + 128 * rows * (1 + fp8)
     each = -(-units // processors) * -(-chunks // (c.parts if c.whole == 0 else 1))  # chunks of a block, at most
@@ -78,39 +84,20 @@ def product(
     if cut_tiles:
         sums = device.empty(row_tiles * cut_tiles * c.parts * 64 * c.groups * slabs * rows, np.float32)
         tickets = device.counters(row_tiles * cut_tiles * 4 * c.groups)
-    args: dict[str, Any] = {"x": x, "w": w, "scale": scale, "sums": sums, "tickets": tickets, "out": out, "more": more}
+    arrays = {"x": x, "w": w, "w_more": w_more, "scale": scale, "sums": sums, "tickets": tickets}
+    sizes = {"R": R, "Ldx": x.strides[0] // x.itemsize if R > 1 else Din, "Din": Din, "Dout": Dout}
+    sizes |= {"More": 0 if w_more is None else len(w_more), "Whole": c.whole, "Parts": c.parts, "Depth": depth}
+    sizes |= {"Sums": 0 if sums is None else sums.size, "Tickets": 0 if tickets is None else tickets.size}
+    tile: dict[str, int | str] = {"Rows": rows, "Groups": c.groups, "Gated": int(gated)}
     kernels.launch(
         FILE,
         "linear_hopper",
         min(processors, units),
-        32 * (4 * c.groups + 1),
-        {
-            **args,
-            "R": R,
-            "Ldx": x.strides[0] // x.itemsize if R > 1 else Din,
-            "Din": Din,
-            "Dout": Dout,
-            "First": out.shape[1],
-            "Whole": c.whole,
-            "Parts": c.parts,
-            "Depth": depth,
-            "Sums": 0 if sums is None else sums.size,
-            "Tickets": 0 if tickets is None else tickets.size,
-        },
+        32 * (4 * c.groups + 2),
+        {**arrays, "out": out, "more": more, **sizes},
         shared=1024 + depth * place,
-        constants={
-            "Wt": device.c_type(w),
-            "Out": device.c_type(out),
-            "Rows": rows,
-            "Groups": c.groups,
-            "Gated": int(gated),
-        },
+        constants={"Wt": device.c_type(w), "Out": device.c_type(out), **tile},
     )
-
-
-def _for_many_rows(width: int) -> Cut:
-    """Whole tiles of 128 features: with 256 rows as many products as tensor cores can do."""
-    return Cut(2, Cut(2, 0, 1).tiles(width), 1)
 
 
 def most_sums(R: int, widest: int) -> int:

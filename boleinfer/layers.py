@@ -17,7 +17,7 @@ from boleinfer.ops.attention import tree_attention
 from boleinfer.ops.attention_inputs import attention_inputs
 from boleinfer.ops.gdn import gdn
 from boleinfer.ops.gdn_inputs import gdn_inputs
-from boleinfer.ops.linear import gated_linear, linear
+from boleinfer.ops.linear import gated_linear, linear, linear_pair
 from boleinfer.ops.moe import add_shared, moe
 from boleinfer.ops.norms import gated_rms_norm
 from boleinfer.state import Batch, Factors, GDNLayer, KVLayer
@@ -31,8 +31,7 @@ def gated_deltanet(x: Array, w: Weights, c: ModelConfig, memory: GDNLayer, batch
     Returns the layer's output [R, D] and what the rows would add to the memory."""
     Hk, K, Hv, V = c.linear_num_key_heads, c.linear_key_head_dim, c.linear_num_value_heads, c.linear_value_head_dim
     R, channels = len(x), 2 * Hk * K + Hv * V
-    qkvz = linear(x, w["in_proj_qkvz"])  # [R, 2 Hk K + 2 Hv V]
-    ba = linear(x, w["in_proj_ba"], np.float32)  # [R, 2 Hv]
+    qkvz, ba = linear_pair(x, w["in_proj_qkvz"], w["in_proj_ba"])  # [R, 2 Hk K + 2 Hv V], float32 [R, 2 Hv]
     z = qkvz[:, channels:].reshape(R, Hv, V)
     q, k, v, g, beta = gdn_inputs(
         qkvz, ba, w["conv1d"], w["A_log"], w["dt_bias"], memory.window, batch.slot, batch.forest, (Hk, K, Hv, V)

@@ -1,15 +1,16 @@
-// x w^T on tensor cores of sm_90a (wgmma), bf16 x, bf16 or FP8 w, or of its halves silu(gate) * up. Definitions: linear and
-// gated_linear in boleinfer/ops/linear.py. Sums in float32; Gated rounds them to Out before it goes on, as linear does.
+// x w^T on tensor cores of sm_90a (wgmma), bf16 x, bf16 or FP8 w; or of its halves silu(gate) * up; or of two matrices, the
+// second result in float. Definitions: linear, gated_linear and linear_pair in boleinfer/ops/linear.py. Sums in float32;
+// Gated rounds them to Out before it goes on, as linear does.
 //
 // A tile of out is Rows rows and 64 features of each of Groups warpgroups, which for Gated take the same features of up as
-// well. The first Whole tiles of features are a unit each; k of the others is cut into Parts parts, a unit each. A unit's
-// chunks of k are added up in order (an FP8 block of 128 k on its own, then scaled), then the parts in order, by the warp
-// that ends last of those that own its features. None of this depends on R: a row has the same bits whatever is
-// beside it.
+// well; the tiles of w_more come behind those of w. The first Whole tiles of features are a unit each; k of the others is
+// cut into Parts parts, a unit each. A unit's chunks of k are added up in order (an FP8 block of 128 k on its own,
+// then scaled), then the parts in order, by the warp that ends last of those that own its features. None of this depends
+// on R: a row has the same bits whatever is beside it.
 //
-// grid: one block a multiprocessor, at most; a block takes every gridDim.x-th unit. block: a warpgroup for 64 features each
-// and one warp more, whose first thread asks for tiles. Depth places of a ring hold a chunk of w and of x; what is
-// asked for of w before x is there fills the ring.
+// grid: one block a multiprocessor, at most; a block takes every gridDim.x-th unit. block: a warpgroup for 64 features
+// each, a warp whose first thread asks for tiles of w, and one for x. Depth places of a ring hold a chunk of w and of x;
+// it is filled with w before x is there.
 // shared: 1 KB + Depth * (8 KB * Groups * (1 + Gated) + 128 bytes * Rows (twice for FP8)); 640 bytes a warp. Read twice: x,
 // by every tile of features (L2), w by every tile of rows.
 //
@@ -22,9 +23,11 @@
 constexpr int ROW_BYTES = 128, SLAB = 64 * ROW_BYTES;  // of a tile in shared memory; of 64 rows
 constexpr int K = ROW_BYTES / sizeof(Wt), X_TILES = K / 64;  // k of a chunk; tiles of x in it
 constexpr int WARPS = 4 * Groups, SLABS = 1 + Gated, RESULTS = 64 * Groups;  // RESULTS: features of out in a tile
-constexpr int X_TILE = Rows * ROW_BYTES, X_BYTES = X_TILES * X_TILE, PLACE = X_BYTES + SLABS * Groups * SLAB;
-constexpr int SUMS = Rows / 2;  // of a lane and slab
-constexpr int MOST = 24;  // places of a ring
+constexpr int X_TILE = Rows * ROW_BYTES, X_BYTES = X_TILES * X_TILE, W_BYTES = SLABS * Groups * SLAB;
+constexpr int PLACE = X_BYTES + W_BYTES;
+constexpr int SUMS = Rows / 2, QUADS = SUMS / 4;  // of a lane and slab; fours of them, for eight rows each
+constexpr bool OVERLAP = Rows * SLABS <= 32;  // of FP8: making A and multiplying, as registers allow
+constexpr int MOST = 24;                      // places of a ring
 
 // A piece of work: chunks begin .. end - 1 of a tile. part: which of Parts, -1 when it is all of k.
 struct Unit {
@@ -43,23 +46,6 @@ struct Units {
   }
 };
 
-// The chunks of a block's units, one after another.
-struct Walk {
-  const Units& units;
-  int next;
-  Unit unit;
-  int chunk;
-
-  __device__ __forceinline__ explicit Walk(const Units& all) : units(all), next(blockIdx.x) { enter(); }
-  __device__ __forceinline__ bool more() const { return next < units.count; }
-  __device__ __forceinline__ void enter() {
-    if (more()) unit = units[next], chunk = unit.begin;
-  }
-  __device__ __forceinline__ void advance() {
-    if (++chunk == unit.end) next += gridDim.x, enter();
-  }
-};
-
 // A place of the ring, and the parity of its turn.
 struct Turn {
   int depth, place = 0, parity = 0;
@@ -68,6 +54,19 @@ struct Turn {
     if (++place == depth) place = 0, parity ^= 1;
   }
 };
+
+// ask(unit, chunk, place) for all chunks of the block's units in order, each as soon as its place of the ring is empty.
+template <class Ask>
+__device__ __forceinline__ void fill(const Units& units, int depth, Barrier* empty, Ask ask) {
+  Turn turn{depth};
+  for (int next = blockIdx.x; next < units.count; next += gridDim.x) {
+    const Unit unit = units[next];
+    for (int chunk = unit.begin; chunk < unit.end; chunk++, turn.advance()) {
+      wait(empty[turn.place], turn.parity ^ 1);
+      ask(unit, chunk, turn.place);
+    }
+  }
+}
 
 // A of product `step` from a slab of FP8: rows g and g + 8 of the warp.
 __device__ __forceinline__ void widen_rows(unsigned (&a)[4], const char* slab, int step) {
@@ -96,19 +95,20 @@ __device__ __forceinline__ void store_four(T* to, const float* four, int exist) 
   }
 }
 
-extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 1), 1) linear_hopper(
-    const __grid_constant__ TensorMap<const Wt> w,    // [Dout, Din] box [64 * Groups]
-    const __grid_constant__ TensorMap<const bf16> x,  // [R, Din] strides [Ldx, 1] box [Rows]
+extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2), 1) linear_hopper(
+    const __grid_constant__ TensorMap<const Wt> w,       // [Dout, Din] box [64 * Groups]
+    const __grid_constant__ TensorMap<const Wt> w_more,  // [More, Din] box [64 * Groups] or null
+    const __grid_constant__ TensorMap<const bf16> x,     // [R, Din] strides [Ldx, 1] box [Rows]
     const float* __restrict__ scale,  // [(Dout + 127) / 128, (Din + 127) / 128] or null; of FP8 w
     float* __restrict__ sums,         // [Sums] aligned 16 or null; of parts of tiles, lane by lane
     int* __restrict__ tickets,        // [Tickets] or null; of each warp of a cut tile, 0 before and after
-    Out* __restrict__ out,            // [R, First] or null
-    float* __restrict__ more,         // [R, Dout / (1 + Gated) - First] or null; the features from First on, a multiple of 4
+    Out* __restrict__ out,            // [R, Dout / (1 + Gated)]
+    float* __restrict__ more,         // [R, More] or null; x w_more^T
     int R,
     int Ldx,
     int Din,
     int Dout,
-    int First,
+    int More,
     int Whole,
     int Parts,
     int Depth,
@@ -120,45 +120,44 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 1), 1) linear_hoppe
   __shared__ __align__(16) float results[WARPS][8][20];  // rows, 16 features, not all in the same banks
   char* const ring = reinterpret_cast<char*>(((unsigned long long)dynamic + 1023) / 1024 * 1024);
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  const int chunks = (Din + K - 1) / K, width = Dout / SLABS, tiles = (width + RESULTS - 1) / RESULTS;
-  const int row_tiles = (R + Rows - 1) / Rows;
+  const int chunks = (Din + K - 1) / K, width = Dout / SLABS, row_tiles = (R + Rows - 1) / Rows;
+  const int w_tiles = (width + RESULTS - 1) / RESULTS, tiles = w_tiles + (More + RESULTS - 1) / RESULTS;
   const Units units{row_tiles, Whole, Parts, chunks, row_tiles * (Whole + (tiles - Whole) * Parts)};
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Depth; i++) make_barrier(full[i], 1), make_barrier(empty[i], WARPS);
+    for (int i = 0; i < Depth; i++) make_barrier(full[i], 2), make_barrier(empty[i], WARPS);
     barriers_made();
   }
   __syncthreads();
 
   if (warp == WARPS) {
     if (lane) return;
-    Walk of_w(units), of_x(units);
-    const auto ask_w = [&](int place) {
-      arrive_expecting(full[place], PLACE);
+    prefetch_map(w);
+    fill(units, Depth, empty, [&](const Unit& unit, int chunk, int place) {
+      arrive_expecting(full[place], W_BYTES);
 #pragma unroll
       for (int s = 0; s < SLABS; s++) {
         char* to = ring + place * PLACE + X_BYTES + s * Groups * SLAB;
-        load_tile(to, w, full[place], of_w.chunk * K, of_w.unit.tile * RESULTS + s * width);
+        if (unit.tile < w_tiles) {
+          load_tile(to, w, full[place], chunk * K, unit.tile * RESULTS + s * width);
+        } else {
+          load_tile(to, w_more, full[place], chunk * K, (unit.tile - w_tiles) * RESULTS);
+        }
       }
-      of_w.advance();
-    };
-    const auto ask_x = [&](int place) {
+    });
+    return;
+  }
+  if (warp == WARPS + 1) {
+    if (lane) return;
+    prefetch_map(x);
+    after_previous();
+    fill(units, Depth, empty, [&](const Unit& unit, int chunk, int place) {
+      arrive_expecting(full[place], X_BYTES);
 #pragma unroll
       for (int i = 0; i < X_TILES; i++) {
-        char* to = ring + place * PLACE + i * X_TILE;
-        load_tile(to, x, full[place], of_x.chunk * K + i * 64, of_x.unit.row);
+        load_tile(ring + place * PLACE + i * X_TILE, x, full[place], chunk * K + i * 64, unit.row);
       }
-      of_x.advance();
-    };
-    int early = 0;
-    for (; early < Depth && of_w.more(); early++) ask_w(early);
-    after_previous();
-    for (int i = 0; i < early; i++) ask_x(i);
-    for (Turn turn{Depth}; of_w.more(); turn.advance()) {
-      wait(empty[turn.place], turn.parity);
-      ask_w(turn.place);
-      ask_x(turn.place);
-    }
+    });
     return;
   }
 
@@ -167,7 +166,6 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 1), 1) linear_hoppe
   Turn turn{Depth};
   for (int next = blockIdx.x; next < units.count; next += gridDim.x) {
     const Unit unit = units[next];
-    const int feature = unit.tile * RESULTS + warp * 16;
     float sum[SLABS][SUMS] = {};
     if constexpr (sizeof(Wt) == 2) {
       int held = 0;
@@ -189,45 +187,70 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 1), 1) linear_hoppe
       wgmma_wait<0>();
       if (lane == 0) arrive(empty[held]);
     } else {
-      for (int chunk = unit.begin; chunk < unit.end; chunk++, turn.advance()) {
-        float factor[SLABS][2];  // of features g and g + 8 of the warp
+      // while the products of half a chunk are under way, A of the next half may be made
+      const auto factors_at = [&](float (&factor)[SLABS][2], int chunk) {
 #pragma unroll
-        for (int i = 0; i < 2 * SLABS; i++) {
-          const int f = min(i / 2 * width + feature + g + i % 2 * 8, Dout - 1);
-          factor[i / 2][i % 2] = scale[(long long)(f / SCALED) * chunks + chunk];
+        for (int i = 0; i < 2 * SLABS; i++) {  // of features g and g + 8 of the warp
+          const int f = min(i / 2 * width + unit.tile * RESULTS + warp * 16 + g + i % 2 * 8, Dout - 1);
+          factor[i / 2][i % 2] = scale[(long long)(f / SCALED) * chunks + min(chunk, unit.end - 1)];
         }
+      };
+      float block[SLABS][SUMS], factor[SLABS][2], next_factor[SLABS][2];
+      int held = 0;
+      const auto add_block = [&](int s) {
+        wgmma_wait<0>();
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) sum[s][i] = fmaf(factor[s][i / 2 % 2], block[s][i], sum[s][i]);
+      };
+      factors_at(next_factor, unit.begin);
+      for (int chunk = unit.begin; chunk < unit.end; chunk++, turn.advance()) {
         wait(full[turn.place], turn.parity);
         const char* place = ring + turn.place * PLACE;
 #pragma unroll
         for (int s = 0; s < SLABS; s++) {
-          float block[SUMS] = {};
+          unsigned a[2][4][4];
 #pragma unroll
           for (int half = 0; half < 2; half++) {
-            unsigned a[4][4];
+            if (SLABS == 1 && half == 0) wgmma_wait<1>();  // those of a[0]; of two slabs they are over
 #pragma unroll
-            for (int i = 0; i < 4; i++) widen_rows(a[i], place + X_BYTES + s * Groups * SLAB + slab, 4 * half + i);
+            for (int i = 0; i < 4; i++) {
+              widen_rows(a[half][i], place + X_BYTES + s * Groups * SLAB + slab, 4 * half + i);
+            }
+            if (half == 0) {
+              if (s > 0) {
+                add_block(s - 1);
+              } else if (chunk > unit.begin) {
+                add_block(SLABS - 1);
+                if (lane == 0) arrive(empty[held]);
+              }
+              if (s == 0) {
+                memcpy(factor, next_factor, sizeof factor);
+                factors_at(next_factor, chunk + 1);
+              }
+#pragma unroll
+              for (int i = 0; i < SUMS; i++) block[s][i] = 0.0f;
+            }
             wgmma_begin();
 #pragma unroll
-            for (int i = 0; i < 4; i++) wgmma(block, a[i], Tile(place + half * X_TILE), i);
+            for (int i = 0; i < 4; i++) wgmma(block[s], a[half][i], Tile(place + half * X_TILE), i);
             wgmma_end();
-            wgmma_wait<0>();
+            if (!OVERLAP) wgmma_wait<0>();
           }
-#pragma unroll
-          for (int i = 0; i < SUMS; i++) sum[s][i] = fmaf(factor[s][i / 2 % 2], block[i], sum[s][i]);
         }
-        __syncwarp();
-        if (lane == 0) arrive(empty[turn.place]);
+        held = turn.place;
       }
+      add_block(SLABS - 1);
+      if (lane == 0) arrive(empty[held]);
     }
 
     if (Rows <= 128 && unit.part >= 0) {
       // the last of the parts: sum = all of them, added up
-      constexpr int QUADS = SLABS * SUMS / 4, TO_PART = WARPS * QUADS * WARP;
+      constexpr int TO_PART = WARPS * SLABS * QUADS * WARP;
       const int cut = unit.row / Rows * (tiles - Whole) + unit.tile - Whole;
-      float4* const own = reinterpret_cast<float4*>(sums) + (long long)cut * Parts * TO_PART + warp * QUADS * WARP + lane;
+      float4* const own = reinterpret_cast<float4*>(sums) + (long long)cut * Parts * TO_PART + warp * SLABS * QUADS * WARP + lane;
 #pragma unroll
-      for (int i = 0; i < QUADS; i++) {
-        const float* v = sum[i / (SUMS / 4)] + i % (SUMS / 4) * 4;
+      for (int i = 0; i < SLABS * QUADS; i++) {
+        const float* v = sum[i / QUADS] + i % QUADS * 4;
         __stcg(own + unit.part * TO_PART + i * WARP, make_float4(v[0], v[1], v[2], v[3]));
       }
       __threadfence();
@@ -239,20 +262,22 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 1), 1) linear_hoppe
       if (lane == 0) *ticket = 0;
 #pragma unroll
       for (int i = 0; i < SLABS * SUMS; i++) sum[i / SUMS][i % SUMS] = 0.0f;
-#pragma unroll 1
+#pragma unroll(SLABS * QUADS <= 4 ? 4 : 1)
       for (int part = 0; part < Parts; part++) {
 #pragma unroll
-        for (int i = 0; i < QUADS; i++) {
+        for (int i = 0; i < SLABS * QUADS; i++) {
           const float4 one = __ldcg(own + part * TO_PART + i * WARP);
-          float* v = sum[i / (SUMS / 4)] + i % (SUMS / 4) * 4;
+          float* v = sum[i / QUADS] + i % QUADS * 4;
           v[0] += one.x, v[1] += one.y, v[2] += one.z, v[3] += one.w;
         }
       }
     }
 
     // eight rows at a time, turned so that neighbouring lanes have neighbouring features
+    const bool of_w = unit.tile < w_tiles;
+    const int f = (of_w ? unit.tile : unit.tile - w_tiles) * RESULTS + warp * 16 + 4 * t, exist = (of_w ? width : More) - f;
 #pragma unroll
-    for (int n = 0; n < Rows / 8; n++) {
+    for (int n = 0; n < QUADS; n++) {
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < 4; i++) {
@@ -261,11 +286,12 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 1), 1) linear_hoppe
         results[warp][2 * t + i % 2][g + i / 2 * 8] = y;
       }
       __syncwarp();
-      const int row = unit.row + 8 * n + g, f = feature + 4 * t;
-      if (row < R && f < First) {
-        store_four(out + (long long)row * First + f, results[warp][g] + 4 * t, First - f);
-      } else if (row < R && f < width) {
-        store_four(more + (long long)row * (width - First) + f - First, results[warp][g] + 4 * t, width - f);
+      const int row = unit.row + 8 * n + g;
+      if (row >= R || exist <= 0) continue;
+      if (of_w) {
+        store_four(out + (long long)row * width + f, results[warp][g] + 4 * t, exist);
+      } else {
+        store_four(more + (long long)row * More + f, results[warp][g] + 4 * t, exist);
       }
     }
   }

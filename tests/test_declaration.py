@@ -243,7 +243,6 @@ def test_a_matrix_that_is_read_in_boxes():
         ("bf16", "[R, D] box [8]"),
         ("const bf16", "[R, D]"),
         ("const bf16", "[R, H, D] box [8]"),
-        ("const bf16", "[R, D] box [8] or null"),
     ]:
         with pytest.raises(KernelError, match="TensorMap is of a const matrix"):
             one(f"const __grid_constant__ TensorMap<{array}> w)  // {comment}")

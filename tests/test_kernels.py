@@ -417,6 +417,7 @@ def test_a_matrix_read_in_boxes_is_checked_and_passed_by_value(gpu, tmp_path, mo
         "// sizes: Rows=8\n"
         'extern "C" __global__ void k(\n'
         "  const __grid_constant__ TensorMap<const bf16> x,  // [R, D] strides [Ld, 1] box [Rows]\n"
+        "  const __grid_constant__ TensorMap<const bf16> y,  // [R, D] box [Rows] or null\n"
         "  int D,\n  int Ld)\n{ }\n"
     )
     bf16 = ml_dtypes.bfloat16
@@ -424,11 +425,11 @@ def test_a_matrix_read_in_boxes_is_checked_and_passed_by_value(gpu, tmp_path, mo
     monkeypatch.setattr(FakeGpu, "tensor_map", lambda self, array, rows: np.void(bytes([rows]) * 128), raising=False)
 
     def go(x, D=8, Ld=16, Rows=8):
-        launch(file, "k", 1, 32, {"x": x, "D": D, "Ld": Ld}, constants={"Rows": Rows})
+        launch(file, "k", 1, 32, {"x": x, "y": None, "D": D, "Ld": Ld}, constants={"Rows": Rows})
 
     go(aligned((3, 16), bf16)[:, :8])
-    ((_, early, _, _, (value, *_), *_),) = seen
-    assert not early and value.tobytes() == bytes([8]) * 128
+    ((_, early, _, _, (value, null, *_), *_),) = seen
+    assert not early and value.tobytes() == bytes([8]) * 128 and null.tobytes() == bytes(128)
     for wrong, message in [
         (lambda: go(aligned((3, 16), bf16)[:, :8], Rows=257), "read in boxes of 257 rows, .*1 to 256 are possible"),
         (lambda: go(aligned((3, 16), bf16)[:, 1:9]), "at address .* with rows 32 bytes apart.*multiples of 16"),

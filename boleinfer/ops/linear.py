@@ -11,7 +11,7 @@ from boleinfer import device, hopper, kernels
 from boleinfer.device import Array, Fp8
 from boleinfer.ops import Case, sigmoid, silu
 
-__all__ = ["CASES", "gated_linear", "linear", "sigmoid", "silu", "swiglu"]
+__all__ = ["CASES", "gated_linear", "linear", "linear_pair", "sigmoid", "silu", "swiglu"]
 
 VECTOR_ROWS = 6  # of a matrix in one piece: up to here one matrix-vector product a row beats one matrix product
 SMALL = 1_000_000  # multiply-adds up to which OpenBLAS multiplies without packing its operands first
@@ -81,6 +81,20 @@ def gated_linear(x: Array, w: Array | Fp8) -> Array:
     return swiglu(linear(x, w))
 
 
+def linear_pair(x: Array, w: Array | Fp8, more: Array | Fp8) -> tuple[Array, Array]:
+    """linear(x, w), and linear(x, more) in float32 at least: on the GPU in one launch where that is possible."""
+    if not device.on_gpu(x):
+        return linear(x, w), linear(x, more)
+    bf16 = all(not isinstance(m, Fp8) and device.c_type(m) == "bf16" for m in (x, w, more))
+    R, Din = x.shape
+    if not (bf16 and 0 < R <= SOME_ROWS and _whole_words(x, w) and kernels.runs_here(hopper.FILE)):
+        return linear(x, w), linear(x, more, np.float32)
+    assert not isinstance(w, Fp8) and not isinstance(more, Fp8)
+    out, second = device.empty((R, len(w)), x.dtype), device.empty((R, len(more)), np.float32)
+    hopper.product(x, w, None, out, w_more=more, more=second)
+    return out, second
+
+
 # ---- on the GPU ------------------------------------------------------------------------------------------------------
 
 FEW_ROWS, SOME_ROWS = 8, 128  # up to which linear_few and linear_rows are used; at most 8 and 512
@@ -97,9 +111,7 @@ def _linear_gpu(x: Array, w: Array | Fp8, dtype: Any, gated: bool = False) -> Ar
     """
     bits, scale = (w.bits, w.scale) if isinstance(w, Fp8) else (w, None)
     (R, Din), Dout = x.shape, bits.shape[0]
-    Ldx = x.strides[0] // x.itemsize if R > 1 else Din
-    words = Din % (16 // bits.itemsize) == 0 and Ldx % 8 == 0  # rows of x and w are whole 16-byte words
-    plain = device.c_type(x) != "bf16" or device.c_type(bits) == "float" or not words
+    plain = device.c_type(x) != "bf16" or device.c_type(bits) == "float" or not _whole_words(x, bits)
     on_hopper = not plain and kernels.runs_here(hopper.FILE)
     many, few = R > SOME_ROWS, R <= FEW_ROWS or (R <= SOME_ROWS and Dout <= FEW_FEATURES)
     one_launch = not (many and scale is not None) if on_hopper else few and not plain and Dout % 16 == 0
@@ -111,6 +123,7 @@ def _linear_gpu(x: Array, w: Array | Fp8, dtype: Any, gated: bool = False) -> Ar
     if on_hopper:
         hopper.product(x, bits, scale, out, gated=gated)
         return out
+    Ldx = x.strides[0] // x.itemsize if R > 1 else Din
     args = {"x": x, "w": bits, "scale": scale, "out": out, "R": R, "Ldx": Ldx, "Din": Din, "Dout": Dout}
     types = {"Wt": device.c_type(bits), "Out": device.c_type(out)}
     if plain:
@@ -123,6 +136,12 @@ def _linear_gpu(x: Array, w: Array | Fp8, dtype: Any, gated: bool = False) -> Ar
     else:
         _many_rows(args, types)
     return out
+
+
+def _whole_words(x: Array, w: Array) -> bool:
+    """Whether rows of x and of w are whole 16-byte words."""
+    apart = len(x) < 2 or x.strides[0] % 16 == 0
+    return apart and x.shape[1] % 8 == 0 and x.shape[1] * w.itemsize % 16 == 0
 
 
 def _groups(Dout: int) -> int:
@@ -260,6 +279,17 @@ def _linear_case(R: int, Din: int, Dout: int) -> Case:
     )
 
 
+def _pair_case(R: int, Din: int, Dout: int, More: int) -> Case:
+    return Case(
+        f"R={R} Din={Din} Dout={Dout}+{More}",
+        lambda rng: {
+            "x": rng.standard_normal((R, Din)),
+            "w": np.asfortranarray(rng.standard_normal((Dout, Din)) / np.sqrt(Din)),
+            "more": np.asfortranarray(rng.standard_normal((More, Din)) / np.sqrt(Din)),
+        },
+    )
+
+
 def _panel_case(R: int, Din: int, panels: int, n: int) -> Case:
     return Case(
         f"R={R} Din={Din} Dout={panels}x{n}",
@@ -315,5 +345,16 @@ CASES = {
         ]
     ]
     + [_panel_case(*sizes) for sizes in [(3, 63, 2, 64), (8, 512, 16, 64)]],
+    "linear_pair": [
+        _pair_case(*sizes)
+        for sizes in [
+            (1, 1, 1, 1),
+            (3, 63, 65, 2),
+            (7, 264, 130, 64),
+            (65, 136, 72, 65),
+            (129, 40, 24, 8),
+            (8, 1024, 8192, 32),
+        ]
+    ],
     "swiglu": [_swiglu_case(R, F) for R, F in [(1, 1), (3, 63), (65, 65), (16, 3584)]],
 }

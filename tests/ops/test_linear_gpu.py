@@ -12,7 +12,7 @@ from boleinfer.declaration import KernelError
 from boleinfer.device import Fp8
 from boleinfer.ops import linear as ops_linear
 from boleinfer.ops import relative_error
-from boleinfer.ops.linear import gated_linear, linear, swiglu
+from boleinfer.ops.linear import gated_linear, linear, linear_pair, swiglu
 
 BF16 = device.dtype("bf16")
 SOME = [1, 2, 7, 8, 9, 16, 17, 31, 33, 64, 65, 100, 128]
@@ -241,6 +241,25 @@ def test_the_gated_product_is_one_launch_for_few_rows(gpu, family, monkeypatch):
     gated_linear(device.upload(x), w)
     assert [name for name, _ in launched] == (["linear_hopper"] if family == "hopper" else ["linear_rows", "swiglu"])
     assert gated_linear(device.upload(x[:0]), w).shape == (0, 2104)
+
+
+@pytest.mark.parametrize("kinds", [("bf16", "bf16"), ("fp8", "bf16"), ("bf16", "fp8"), ("float", "bf16")])
+@pytest.mark.parametrize("Din,Dout,More", [(272, 40, 1), (1040, 200, 64), (144, 1096, 130)])
+def test_two_products_of_the_same_rows(gpu, family, kinds, Din, Dout, More, monkeypatch):
+    launched, launch = [], kernels.launch
+    x, w, plain = made(128, Din, Dout, kinds[0])
+    _, w_more, plain_more = made(1, Din, More, kinds[1], seed=1)
+    given = device.upload(x)
+    out, more = map(device.download, linear_pair(given, w, w_more))
+    assert out.dtype == BF16 and more.dtype == np.float32
+    assert relative_error(out.astype(np.float64), x.astype(np.float64) @ plain.T) < 4e-3
+    assert relative_error(more, x.astype(np.float64) @ plain_more.T) < TENSOR_CORES
+    monkeypatch.setattr(kernels, "launch", lambda *a, **k: (launched.append(a[1]), launch(*a, **k)))
+    for rows in (1, 8, 9, 40):
+        few = map(device.download, linear_pair(given[:rows], w, w_more))
+        for got_few, all_rows in zip(few, (out, more)):
+            np.testing.assert_array_equal(got_few, all_rows[:rows])
+    assert len(launched) == (4 if family == "hopper" and kinds == ("bf16", "bf16") else 8)
 
 
 @pytest.mark.gpu
