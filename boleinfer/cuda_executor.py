@@ -80,6 +80,7 @@ class _Frame:
         self.chain = Chain(self.step)
         self.token = device.buffer((rows,), np.int32, poison=True)
         self.logits: dict[_Kind, Array] = {}
+        self.ready: set[_Kind] = set()
         self.drafts: dict[DraftPlan, tuple[Drafts, Array]] = {}  # and their hidden rows
         self.parts: list[Part] | None = None  # what the inputs on the GPU say
 
@@ -213,6 +214,8 @@ class CudaExecutor:
         batch = Batch(step.forest, step.slot, step.page_table)
         hidden, pending = self.model.forward(batch, self.state)  # [R, D]
         wanted = inputs.on.wanted
+        if inputs.rows > LARGEST_CAPTURED:
+            frame.logits.clear()  # no graph needs the others
         frame.logits[kind] = logits = self.model.logits(embedding(wanted, hidden))  # [n, vocab]
         self._sampling.sample(logits, wanted, step.forest, step.slot, step.root, frame.token)
         accept(frame.token, inputs, slots, step)
@@ -255,10 +258,10 @@ class CudaExecutor:
             sampled = sampled_rows(self._max_batch, self._draft_nodes)
             self._frames[size] = _Frame(size, self._max_batch, sampled, self._slots)
         frame, kind = self._frames[size], self._kind(way)
-        if kind not in frame.logits:
-            if kind.plan is not None:
+        if kind not in frame.ready:
+            frame.ready.add(kind)
+            if kind.plan is not None and kind.plan not in frame.drafts:
                 frame.add_drafts(kind.plan, self.model.config.hidden_size, self.state.dtype)
-            frame.logits[kind] = None
             if size <= LARGEST_CAPTURED:
                 frame.inputs.fill(())  # nobody takes part
                 frame.parts = None
