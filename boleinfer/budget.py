@@ -285,4 +285,11 @@ def share(trees: Sequence[Tree], rows: int) -> list[Tree]:
     owner = np.repeat(np.arange(len(trees)), [len(t) for t in trees])
     likeliest = np.argsort(-np.concatenate([t.prob for t in trees]), kind="stable")[:rows]
     counts = np.bincount(owner[likeliest], minlength=len(trees)).tolist()
-    return [t.best(n) for t, n in zip(trees, counts)]
+    return [_best(t, n) for t, n in zip(trees, counts)]
+
+
+def _best(tree: Tree, n: int) -> Tree:
+    """As Tree.best, quicker where the likelier nodes come first, as the GPU gives them."""
+    if n >= len(tree) or (tree.prob[1:] > tree.prob[:-1]).any():
+        return tree.best(n)
+    return Tree(tree.token[:n], tree.parent[:n], tree.prob[:n])

@@ -24,6 +24,8 @@ from boleinfer.forest import Tree
 
 _BLOCK = 256  # threads of a request
 EMPTY = Tree.chain([])
+_OWN = -1 - np.arange(TREE_ROWS, dtype=np.int32)  # the slot's last token, then its draft's
+_OWN_PARENT = np.where(_OWN == -1, -1, -2).astype(np.int32)
 
 
 class Part(NamedTuple):
@@ -339,6 +341,8 @@ def forest_rows(forest: DeviceForest) -> dict[str, Array]:
 
 def _rows(part: Part) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and parents of a request's rows, as InputArrays has them."""
+    if part.known is None and part.complete and isinstance(part.draft, int) and part.draft < TREE_ROWS:
+        return _OWN[: 1 + part.draft], _OWN_PARENT[: 1 + part.draft]
     token = np.asarray([-1] if part.known is None else part.known, np.int32)
     m, draft = len(token), part.draft
     n = draft if isinstance(draft, int) else len(draft)
@@ -349,7 +353,7 @@ def _rows(part: Part) -> tuple[np.ndarray, np.ndarray]:
         tail, above = -2 - np.arange(n, dtype=np.int32), np.full(n, -2, np.int32)
         chain = False  # nobody here knows
     else:
-        tail, above = draft.token, np.where(draft.parent < 0, m - 1, draft.parent + m)
+        tail, above = draft.token, draft.parent + m  # -1, a root's, becomes m - 1
         chain = draft.is_chain
     if n and not chain and m + n > TREE_ROWS:
         raise ValueError(f"a tree of {m + n} rows that is no chain; the GPU takes {TREE_ROWS}")

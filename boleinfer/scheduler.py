@@ -39,19 +39,16 @@ class Work:
     def draft(self) -> Tree:
         """The guesses alone; their roots follow the last known token."""
         t, m = self.tree, self.known
-        return Tree(t.token[m:], np.where(t.parent[m:] < m, -1, t.parent[m:] - m), t.prob[m:])
+        return Tree(t.token[m:], t.parent[m:] - m, t.prob[m:])  # roots hang on node m - 1
 
 
 def grow(known: Sequence[int], draft: Tree) -> Tree:
     """The chain of known tokens with the drafted roots as children of its last node."""
     m = len(known)
-    if not len(draft):
-        return Tree.chain(known)
-    return Tree(
-        np.concatenate([np.asarray(known, np.int32), draft.token]),
-        np.concatenate([np.arange(-1, m - 1, dtype=np.int32), np.where(draft.parent < 0, m - 1, draft.parent + m)]),
-        np.concatenate([np.ones(m, np.float32), draft.prob]),
-    )
+    tree = Tree.chain([*known, *[0] * len(draft)])
+    tree.token[m:], tree.prob[m:] = draft.token, draft.prob
+    np.add(draft.parent, m, out=tree.parent[m:])  # -1, a root's, becomes m - 1
+    return tree
 
 
 def mean_length(requests: Sequence[Request]) -> float:
@@ -127,4 +124,6 @@ class Scheduler:
         """Nothing is drafted beyond the last token the request may still get."""
         room = request.limit - len(request.tokens) - 1
         depth = max(0, min(self.limits.depth, room))
+        if depth == self.limits.depth:
+            return self.limits
         return replace(self.limits, depth=depth, nodes=self.limits.nodes if depth else 0)
