@@ -86,6 +86,8 @@ def bench_speculation(args: argparse.Namespace) -> int:
         print(f"{part}: {len(record[part])} rows", file=sys.stderr)
     print(speculation_tables.speculation(record))
     write(record, output)
+    if output is not None and record["profiles"]:
+        output.with_suffix(".svg").write_text(speculation_tables.plot(record), encoding="utf-8")
     rows = [*record["bundled"], *record["profiles"], *record["never"]]
     return 0 if all(row["same_tokens"] for row in rows) else 1
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from boleinfer import bench, bench_tables, cli
+from boleinfer import bench, bench_tables, speculation_tables, cli
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -50,7 +50,7 @@ def test_links_lead_somewhere(page):
         assert (ROOT / path).exists(), f"{page} names {path}"
 
 
-TABLES = {"cpu.json": bench.markdown, **bench_tables.FILES}
+TABLES = {"cpu.json": bench.markdown, **bench_tables.FILES, "speculation.json": speculation_tables.speculation}
 PAGES = {"kernels.json": "docs/performance-notes.md", "gdn_tree.json": "docs/tree-kernel.md"}  # else README.md
 
 

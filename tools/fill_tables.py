@@ -14,9 +14,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from boleinfer import bench, bench_tables  # noqa: E402
+from boleinfer import bench, bench_tables, speculation_tables  # noqa: E402
 
-TABLES = {"cpu.json": bench.markdown, **bench_tables.FILES}
+TABLES = {"cpu.json": bench.markdown, **bench_tables.FILES, "speculation.json": speculation_tables.speculation}
 PAGES = {
     "kernels.json": ("docs/performance-notes.md", "## Kernels on the GPU (`boleinfer bench kernels`)"),
     "gdn_tree.json": ("docs/tree-kernel.md", "## What it takes (`boleinfer bench tree`)"),
@@ -27,6 +27,8 @@ WHAT = {
     "decode.json": "`boleinfer bench decode` measures plain decoding, with random weights of the published shapes:",
     "verify.json": "`boleinfer bench verify` measures what more rows cost, and so how large a draft may be:",
     "gdn_tree.json in short": "`boleinfer bench tree` measures trees in the recurrence ([more](docs/tree-kernel.md)):",
+    "speculation.json": "`boleinfer bench speculation` measures what drafting gains "
+    "([plot](benchmarks/results/speculation.svg)):",
     "start.json": "`boleinfer bench start` measures start-up:",
     "kernels.json": "Each product as ours / cuBLAS (share of the bandwidth that ours takes).",
 }
