@@ -16,8 +16,9 @@ LONG, SHORT = 190 * 1024, 106 * 1024  # bytes of a ring; two blocks with SHORT o
 LONG_FROM = 384 * 1024  # bytes that a block reads from which it has a LONG one
 MOST_DEPTH = 24  # places of a ring
 MOST_PROCESSORS = 144  # of a GPU of this architecture
-# what a cut costs, in bytes that a multiprocessor could read meanwhile, and how much faster than its share it can read
-TO_JOIN, TO_JOIN_ONE, MOST_PARTS, QUICKEST = 50_000, 6_600, 16, 1.2
+TO_JOIN, TO_JOIN_ONE, MOST_PARTS = 50_000, 6_600, 16  # what parts cost, in bytes that could be read meanwhile
+X_ROWS = 4  # rows of w that x counts for in each tile
+QUICKEST = 1.2  # how much faster a multiprocessor reads than at its share of the bandwidth, when others are idle
 
 
 class Cut(NamedTuple):
@@ -39,12 +40,13 @@ def cut(widths: tuple[int, ...], row_bytes: int, slabs: int, processors: int) ->
     widths: features of the results; row_bytes: of a row of w; slabs: 2 where each feature takes two of them.
     Blocks take full rounds of tiles with all of k; k of the tiles left is cut so that each block has one piece more.
     """
-    share = sum(widths) * slabs * row_bytes / processors
 
     def cost(c: Cut) -> float:
-        rounds = -(-c.whole // processors) + (c.tiles(*widths) > c.whole) / c.parts
-        each = rounds * 64 * c.groups * slabs * row_bytes
-        return max(share, each / QUICKEST) + (TO_JOIN + TO_JOIN_ONE * c.parts if c.parts > 1 else 0)
+        """Bytes that a multiprocessor could read meanwhile at its share of the bandwidth."""
+        tile = (64 * c.groups * slabs + X_ROWS) * row_bytes
+        rounds, left = divmod(c.tiles(*widths), processors)
+        at_the_end = max(tile * left / processors, tile / c.parts / QUICKEST) if left else 0
+        return rounds * tile + at_the_end + (TO_JOIN + TO_JOIN_ONE * c.parts if c.parts > 1 else 0)
 
     candidates = []
     for groups in (3, 2, 1)[slabs - 1 :]:
@@ -77,7 +79,7 @@ def product(
     row_tiles, cut_tiles = -(-R // rows), c.tiles(*widths) - c.whole
     units = row_tiles * (c.whole + cut_tiles * c.parts)
     place = 8192 * c.groups * slabs + 128 * rows * (1 + fp8)
-    each = -(-units // processors) * -(-chunks // (c.parts if c.whole == 0 else 1))  # chunks of a block, at most
+    each = -(-row_tiles * c.whole // processors) * chunks + -(-chunks // c.parts)  # chunks of a block, about
     ring = LONG if each * place >= LONG_FROM else SHORT
     depth = max(2, min(ring // place, each, MOST_DEPTH))
     sums, tickets = None, None
