@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from boleinfer import bench, bench_tables, speculation_tables, cli
+from boleinfer import bench, bench_tables, cli, speculation_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
