@@ -13,7 +13,9 @@ import pytest
 from boleinfer import cli, trace
 from boleinfer.llm import LLM
 from boleinfer.sampling import SamplingParams
-from tests import browser
+from tests import browser, emulator
+from tests.checkpoints import plausible_checkpoint
+from tests.tokenizers_made import make_tokenizer
 
 PROMPT = 'class Stack:\n    """A stack of things."""\n\n    def __init__(self):\n'
 PARAMS = SamplingParams(temperature=0.5, top_p=0.9, repetition_penalty=1.1, seed=5, max_tokens=40, logprobs=3)
@@ -89,6 +91,20 @@ def test_tokens_that_are_no_text(llm):
     ids = llm.tokenizer.encode("a漢b")
     assert "".join(trace._texts(llm.tokenizer, ids)) == "a漢b"
     assert "".join(trace._texts(llm.tokenizer, ids + [half])) == "a漢b\ufffd"
+
+
+def test_on_a_gpu_a_step_is_one_phase(tmp_path):
+    if problem := emulator.missing():
+        pytest.skip(problem)
+    model = make_tokenizer(plausible_checkpoint(tmp_path, "qwen3_5", "BF16", 1))
+    with emulator.emulated():
+        llm = LLM(model, device="cuda", dtype="float32", draft="mtp", max_model_len=64, max_batch=1, graphs=False)
+        llm.engine.executor.price = lambda *_: None
+        record = trace.record_of(llm, "abc", SamplingParams(temperature=0, max_tokens=4, logprobs=3))
+    steps = record["steps"]
+    assert record["device"] == "cuda" and len(record["drafters"]) == 1 and sum(s["count"] for s in steps) == 4
+    assert all(s["ms"]["step"] > 0 and "forward" not in s["ms"] for s in steps)
+    assert steps[1]["nodes"] and all(0 <= n["id"] < 512 and n["verified"] for n in steps[1]["nodes"])
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
