@@ -103,22 +103,16 @@ class Tree:
         renumber[nodes] = np.arange(len(nodes), dtype=np.int32)
         return Tree(self.token[nodes], renumber[self.parent[nodes]], self.prob[nodes])
 
-    def graft(self, other: Tree) -> Tree:
-        """Both trees in one, shared prefixes joined; a node in both keeps the larger probability."""
-        token, parent, prob = self.token.tolist(), self.parent.tolist(), self.prob.tolist()
-        place = {(p, t): n for n, (p, t) in enumerate(zip(parent, token))}
-        here: list[int] = []  # node of `other` -> node of the union
-        for t, p, pr in zip(other.token.tolist(), other.parent.tolist(), other.prob.tolist()):
-            key = (here[p] if p >= 0 else -1, t)
-            if key in place:
-                prob[place[key]] = max(prob[place[key]], pr)
-            else:
-                place[key] = len(token)
-                token.append(t)
-                parent.append(key[0])
-                prob.append(pr)
-            here.append(place[key])
-        return Tree.of(token, parent, prob)
+    def along(self, tokens: Sequence[int]) -> np.ndarray:
+        """int32: the path that these tokens lead down from a root, as far as the tree goes."""
+        children = {(p, t): n for n, (p, t) in enumerate(zip(self.parent.tolist(), self.token.tolist()))}
+        nodes: list[int] = []
+        for token in tokens:
+            node = children.get((nodes[-1] if nodes else -1, token))
+            if node is None:
+                break
+            nodes.append(node)
+        return np.asarray(nodes, np.int32)
 
 
 @dataclass(frozen=True)

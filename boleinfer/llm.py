@@ -15,6 +15,8 @@ from boleinfer.config import ConfigError, read_config
 from boleinfer.decoder import Decoder
 from boleinfer.draft import make_drafter
 from boleinfer.draft.base import Drafter, Limits
+from boleinfer.draft.levels import Levels
+from boleinfer.draft.model import ModelDrafter, check_same_tokens
 from boleinfer.engine import Engine
 from boleinfer.memory_plan import Options
 from boleinfer.output import TextOutput
@@ -26,6 +28,7 @@ from boleinfer.tokenizer import Tokenizer
 
 BUNDLED = Path(models.__file__).parent / "bole-coder-16m"
 CPU_ROWS, GPU_ROWS = 512, 2048  # max_rows unless asked for
+READS_MTP = {"mtp": True, "none": False, "suffix": False, "ngram": False, "model": False}  # others: if there is one
 LONGEST_DEFAULT = 8192  # context unless asked for more: its KV pages are reserved when the model is loaded
 
 Prompt = str | Sequence[int]
@@ -118,7 +121,8 @@ class LLM:
     model:          folder or hub id of a checkpoint (None: the model that ships with the package)
     device:         "auto" (a GPU that works, else the CPU), "cpu" or "cuda"
     dtype:          "auto" (float32 on the CPU, bfloat16 on the GPU), "float32" or "bfloat16", the activations' type
-    draft:          "auto", "none", "ngram", "mtp", or a Drafter
+    draft:          "auto", "none", "suffix", "mtp", "graft", "model", or a Drafter
+    draft_model:    folder or hub id of a smaller model of the same tokenizer, which drafts too (on the CPU)
     max_model_len:  tokens of a request at most, prompt included (None: the model's own limit, at most 8,192, and on a
                     GPU what its memory holds, at least 512)
     max_batch:      requests that run at once, each with its own state; others wait
@@ -126,6 +130,9 @@ class LLM:
     page_size:      positions of a page of keys and values
     memory_fraction: the part of the GPU's memory that may be in use, other programs' included, once all is loaded
     draft_nodes:    drafted tokens of a request and step at most; draft_depth: of one path
+    draft_top_k, draft_width: children of a node, and nodes of a level that have some, in a tree that a model or the MTP
+                    layer drafts on the CPU
+    draft_earlier:  tokens of earlier answers, of whatever request, that are looked up too
     ring:           committed factors kept before the state is folded
     random_weights: the name of a published size, such as "qwen3.5-9b": its shapes with seeded random weights and the
                     bundled model's tokenizer, for measuring; or "NAME-fp8"
@@ -153,6 +160,10 @@ class LLM:
         ring: int = 32,
         draft_nodes: int = 8,
         draft_depth: int = 8,
+        draft_top_k: int = 3,
+        draft_width: int = 1,
+        draft_earlier: int = 0,
+        draft_model: str | Path | None = None,
         random_weights: str | None = None,
         memory_fraction: float = 0.9,
         graphs: bool = True,
@@ -166,7 +177,13 @@ class LLM:
         _at_least(1, max_batch=max_batch, max_rows=max_rows, page_size=page_size, ring=ring)
         if not 0 < memory_fraction <= 1:
             raise ConfigError(f"memory_fraction={memory_fraction}: above 0 and up to 1")
-        _at_least(0, draft_nodes=draft_nodes, draft_depth=draft_depth)
+        _at_least(1, draft_top_k=draft_top_k, draft_width=draft_width)
+        _at_least(0, draft_nodes=draft_nodes, draft_depth=draft_depth, draft_earlier=draft_earlier)
+        if draft_model is not None and (gpu or draft not in ("auto", "graft", "model")):
+            raise ConfigError(
+                f"draft_model={str(draft_model)!r} with draft={draft!r} on the {'GPU' if gpu else 'CPU'}: a second "
+                "model drafts on the CPU only, with draft='auto', 'graft' or 'model'"
+            )
         if max_rows < max_batch:
             raise ConfigError(f"max_rows={max_rows} is less than max_batch={max_batch}; a running request needs a row")
         if dtype == "bfloat16" and not gpu:
@@ -186,10 +203,10 @@ class LLM:
         options = Options(
             context, max_batch, max_rows, page_size, ring, draft_nodes, draft_depth, poison, graphs, memory_fraction
         )
-        mtp = {"mtp": True, "none": False, "ngram": False}.get(draft, "auto") if isinstance(draft, str) else "auto"
+        mtp = READS_MTP.get(draft, "auto") if isinstance(draft, str) else "auto"
         if gpu:
             act = device_arrays.dtype("float" if dtype == "float32" else "bf16")
-            drafts = draft in ("auto", "mtp")
+            drafts = draft in ("auto", "mtp", "graft")
             needs = backend.needs(self.config, source, options, mtp, act, drafts)
             options = backend.fit_cuda(needs, options, max_model_len is None, asked_rows is None)
             executor = backend.load_cuda(self.config, source, options, mtp, act, self._valid, needs, progress)
@@ -199,7 +216,15 @@ class LLM:
         self.model: Decoder = executor.model
         self._state = executor.state
         limits = Limits(nodes=draft_nodes, depth=draft_depth, min_prob=0.1)
-        drafter = make_drafter(draft, self.model, self._state) if isinstance(draft, str) else draft
+        if isinstance(draft, str):
+            levels = Levels(draft_top_k, draft_width, max(1, draft_depth))
+            second = None
+            if draft_model is not None:
+                small = hub.load_model_files(str(draft_model), None, token, offline)
+                second = self._second(small, options, levels, progress)
+            drafter = make_drafter(draft, self.model, self._state, levels, draft_earlier, second)
+        else:
+            drafter = draft
         scheduler = Scheduler(self._state, max_batch, max_rows, max_rows, limits, options.scratch)
         self.engine = Engine(executor, drafter, scheduler)
 
@@ -261,6 +286,15 @@ class LLM:
             return np.concatenate(parts)
         finally:
             self._state.give_back(place)
+
+    def _second(
+        self, folder: Path, options: Options, levels: Levels, progress: Callable[[int, int], None] | None
+    ) -> ModelDrafter:
+        """A smaller model that drafts, with a state for as many requests as there may be."""
+        check_same_tokens(self.tokenizer, Tokenizer.from_folder(folder))
+        config = read_config(folder / "config.json")
+        host = backend.load_host(config, backend.Source(folder), options, False, progress)
+        return ModelDrafter(host.model, host.state, self.config.vocab_size, options.scratch, levels)
 
     def _start(self, prompt: Prompt, params: SamplingParams | None, what: str) -> list[_Running]:
         """The requests of a prompt, one a choice; nothing is reserved yet."""

@@ -109,9 +109,19 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--page-size", type=count, metavar="N", help="tokens of a page of keys, values (default: 16)")
     group.add_argument("--memory-fraction", type=_fraction, metavar="X",
                        help="of the GPU's memory, what may be in use (default: 0.9)")  # fmt: skip
-    group.add_argument("--draft", choices=["auto", "none", "ngram", "mtp"], default="auto",
-                       help="who proposes the tokens to verify; never changes the text (default: auto)")  # fmt: skip
-    group.add_argument("--draft-nodes", type=count, metavar="N", help="at most N proposed tokens a step")
+    group.add_argument("--draft", choices=["auto", "none", "suffix", "ngram", "mtp", "graft", "model"], default="auto",
+                       help="who proposes the tokens to verify; never changes the text (default: auto, as pays; suffix "
+                       "or ngram: look-up in the text; graft: all there are)")  # fmt: skip
+    group.add_argument("-md", "--draft-model", "--model-draft", metavar="MODEL",
+                       help="folder or hub id of a smaller model of the same tokenizer, which drafts too")  # fmt: skip
+    group.add_argument("--draft-nodes", "--draft-max", type=count, metavar="N", help="at most N proposed tokens a step")
+    group.add_argument("--draft-depth", type=count, metavar="N", help="at most N of them in a row (default: 8)")
+    group.add_argument("--draft-top-k", type=count, metavar="N",
+                       help="children of a node of a drafted tree, on the CPU (default: 3)")  # fmt: skip
+    group.add_argument("--draft-width", type=count, metavar="N",
+                       help="nodes of a level that have children, on the CPU (default: 1)")  # fmt: skip
+    group.add_argument("--draft-earlier", type=count, metavar="N",
+                       help="look up in the last N tokens of earlier answers, too (default: 0)")  # fmt: skip
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, choices: bool) -> None:
@@ -136,7 +146,8 @@ def load_model(args: argparse.Namespace) -> LLM:
     """The LLM that the flags ask for. Raises ConfigError, WeightsError or HubError for a model that cannot be used."""
     from boleinfer.llm import LLM
 
-    names = ("draft_nodes", "max_batch", "max_rows", "page_size", "memory_fraction")
+    names = ["draft_model", "draft_nodes", "draft_depth", "draft_top_k", "draft_width", "draft_earlier"]
+    names += ["max_batch", "max_rows", "page_size", "memory_fraction"]
     asked = {name: value for name in names if (value := getattr(args, name)) is not None}
     return LLM(
         args.model,

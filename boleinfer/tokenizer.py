@@ -120,6 +120,10 @@ class Tokenizer:
         mask[self._ids[self._ids < vocab_size]] = True
         return mask
 
+    def tokens(self) -> dict[int, str]:
+        """Every id that stands for a token, and how the file spells it."""
+        return {i: token for token, i in self._backend.get_vocab(with_added_tokens=True).items()}
+
     @cached_property
     def _ids(self) -> np.ndarray:
         """All ids that stand for a token, int64, in any order; they need not be contiguous."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from boleinfer import bench, cli, provenance, results
+from boleinfer.draft import NAMES
 from boleinfer.llm import LLM
 from boleinfer.options import UsageError
 
@@ -22,7 +23,7 @@ def test_a_run_is_recorded(quick, tmp_path, capsys):
     assert record["prompts"] == 1 and record["matvec_ms"] > 0
     for mode in ("greedy", "sampled"):
         runs = record["modes"][mode]
-        assert set(runs) == {"none", "ngram", "mtp", "auto"}
+        assert set(runs) == {"none", "suffix", "mtp", "graft", "auto"}
         assert runs["none"]["times_plain"] == 1 and runs["none"]["drafted"] == 0
         for run in runs.values():
             assert run["same_tokens"]
@@ -38,11 +39,11 @@ def test_a_drafter_that_changes_a_token_fails_the_run(quick, monkeypatch, capsys
 
     def spoilt(llm, prompt, params):
         seconds, tokens, stats = honest(llm, prompt, params)
-        return seconds, [*tokens[:-1], tokens[-1] + (type(llm.engine.drafter).__name__ == "NgramDrafter")], stats
+        return seconds, [*tokens[:-1], tokens[-1] + (type(llm.engine.drafter).__name__ == "NoDrafter")], stats
 
     monkeypatch.setattr(bench, "timed", spoilt)
     assert cli.main(quick) == 1
-    assert capsys.readouterr().out.count("TOKENS DIFFER") == 2
+    assert capsys.readouterr().out.count("TOKENS DIFFER") == 2 * (len(NAMES) - 1)  # plain decoding's were spoilt
 
 
 def test_a_quick_look_writes_nothing(monkeypatch, tmp_path):

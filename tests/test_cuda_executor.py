@@ -41,7 +41,7 @@ def cuda_engine(folder, draft: str, max_batch: int = 3, max_rows: int = 64, node
     state = State(config, max_batch, max_batch * pages, 16, 7, mtp=True, gpu=True, poison=True)
     allowed = np.arange(VOCAB) < 480
     allowed[500] = True
-    plans = (DraftPlan(depth=3, least=0.0), DraftPlan(3, 2, 3, least=0.0)) if draft in ("mtp", "auto") else ()
+    plans = (DraftPlan(depth=3, least=0.0), DraftPlan(3, 2, 3, least=0.0, ids=300)) if draft in ("mtp", "auto") else ()
     executor = CudaExecutor(model, state, allowed, max_batch, max_rows, nodes, pages, plans, graphs=real)
     drafter = {
         "none": NoDrafter(),

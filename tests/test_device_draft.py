@@ -8,7 +8,9 @@ import pytest
 from boleinfer import device
 from boleinfer.device_draft import Drafts, candidates, grow, keep
 from boleinfer.device_step import Part, Results, Slots, Step, StepInputs, plant
+from boleinfer.draft import levels as level_by_level
 from boleinfer.draft.base import Committed, Limits
+from boleinfer.draft.levels import Levels
 from boleinfer.draft.mtp import MTPDrafter
 from boleinfer.forest import Forest, Tree
 from boleinfer.scheduler import grow as grow_tree
@@ -91,16 +93,19 @@ class Text:
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens, self.committed, self.home = tokens, len(tokens) - 1, None
+        self.prompt_length = len(tokens)
 
 
-class OrderedDrafter(MTPDrafter):
-    """The drafter with its children in the order of their logits and ids."""
+def ordered_top(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """levels.top with children in the order of their logits and ids."""
+    ids = np.argsort(-logits, axis=1, kind="stable")[:, :k]
+    prob = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return ids, np.take_along_axis(prob / prob.sum(axis=1, keepdims=True), ids, axis=1)
 
-    def _add_children(self, parents):
-        for growing, node in parents:
-            (x,) = self._model.logits(growing.y[node][None])
-            top = np.argsort(-x, kind="stable")[: self._top_k]
-            growing.add(node, top, (np.exp(x - x.max()) / np.exp(x - x.max()).sum())[top])
+
+@pytest.fixture(autouse=True)
+def in_order(monkeypatch):
+    monkeypatch.setattr(level_by_level, "top", ordered_top)
 
 
 class Scene:
@@ -112,7 +117,8 @@ class Scene:
         B, self.model, least = self.B, Model(flat), float(rng.choice([0.0, 0.05])) * (not flat)
         self.limits = [Limits(int(rng.integers(0, L)), int(rng.integers(0, 8)), least) for _ in range(B)]
         texts = [Text(rng.integers(0, VOCAB, rng.integers(2, 30)).tolist()) for _ in range(B)]
-        drafter = OrderedDrafter(self.model, State(), top_k, width, depth, worth)
+        worth = max(worth, least)
+        drafter = MTPDrafter(self.model, State(), Levels(top_k, width, depth, worth))
         drafter.observe([Committed(t, 0, rng.integers(0, 65521, (t.committed, 1)).astype(float)) for t in texts])
         self.trees = drafter.propose(texts, self.limits)
         self.last = np.stack([drafter._last[t] for t in texts])

@@ -292,7 +292,7 @@ def test_f47_dropped_at_any_moment(dense):
     """50 requests, half of them dropped while queued, in their prompt, in decode: the others do not notice."""
     rng = np.random.default_rng(0)
     prompts = [[i, *repetitive(int(rng.integers(1, 90)), i)] for i in range(50)]
-    short = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    short = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     want = finish(engine_of(dense), [request_of(p, short) for p in prompts])
     engine = engine_of(dense, "auto", max_batch=4, max_rows=24)
     requests = [request_of(p, short) for p in prompts]
@@ -309,7 +309,7 @@ def test_f47_dropped_at_any_moment(dense):
             assert requests[i].finish_reason == "abort" and requests[i] not in engine.scheduler.running
             dropped.append(i)
     assert engine.state.pages.free == engine.state.pages.size and engine.state.slots.free == engine.state.slots.size
-    assert len(dropped) > 10 and any(0 < len(requests[i].generated) < 12 for i in dropped)
+    assert len(dropped) > 10 and any(0 < len(requests[i].generated) < 40 for i in dropped)
     for i, request in enumerate(requests):
         assert request.generated == (want[i] if i not in dropped else want[i][: len(request.generated)])
         assert request.finish_reason == ("abort" if i in dropped else "length")

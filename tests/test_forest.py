@@ -51,13 +51,14 @@ def test_best_keeps_the_likeliest_nodes_and_their_parents(tree, n):
     assert sorted(best.prob.tolist()) == sorted(tree.prob.tolist(), reverse=True)[: len(best)][::-1]
 
 
-@given(trees(), trees())
-def test_graft_joins_shared_prefixes(a, b):
-    both = paths(a.graft(b))
-    want = dict(paths(a))
-    for path, prob in paths(b).items():
-        want[path] = max(want.get(path, 0.0), prob)
-    assert both == want and len(a.graft(b)) == len(want)
+@given(trees(), st.data())
+def test_tokens_lead_along_a_path(tree, data):
+    if len(tree):
+        node = data.draw(st.integers(0, len(tree) - 1))
+        tokens = tree.token[tree.path(node)].tolist()
+        assert tree.along(tokens).tolist() == tree.path(node).tolist()
+        assert tree.along([*tokens, -7, *tokens]).tolist() == tree.path(node).tolist()
+    assert not len(tree.along([-7])) and not len(tree.along([]))
 
 
 @given(st.lists(trees(), min_size=1, max_size=4), st.integers(0, 30))

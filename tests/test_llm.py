@@ -174,7 +174,7 @@ def test_bad_parameters_are_named(llm, folder):
     for options, why in [
         ({"device": "tpu"}, "'auto' or 'cpu' or 'cuda'"),
         ({"device": "cpu", "dtype": "bfloat16"}, "float32"),
-        ({"draft": "magic"}, "auto, none, ngram, mtp"),
+        ({"draft": "magic"}, "auto, none, suffix, mtp, graft, model"),
         ({"max_model_len": 513}, "1 to 512"),
         ({"max_batch": 0}, "at least 1"),
         ({"max_rows": 2}, "max_rows=2 is less than max_batch=8"),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from boleinfer.draft.base import Committed, Limits
+from boleinfer.draft.levels import Levels
 from boleinfer.draft.mtp import MTPDrafter
 from boleinfer.forest import Forest, Tree
 from boleinfer.sampling import SamplingParams
@@ -137,7 +138,7 @@ def test_f13_f14_mtp_tree_equals_chains(oracle, pieces):
     run = Run(model)
     request = request_of(ids, SamplingParams())
     request.place = run.place
-    drafter = MTPDrafter(model, run.state, top_k=3, width=2, depth=4, worth=0.0)
+    drafter = MTPDrafter(model, run.state, Levels(top_k=3, width=2, depth=4))
     at, left, hidden = 0, list(pieces), []
     while at < 41:
         n = min(left.pop(0) if len(left) > 1 else left[0], 41 - at)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,11 +22,14 @@ class Limits:
     nodes:    drafted tokens of a tree at most
     depth:    tokens of one path at most
     min_prob: likelihood of acceptance below which a node is not worth its row
+    pace:     tokens a second that all requests together get now: what takes longer than the tokens that it may bring
+              does not pay (0: time does not matter)
     """
 
     nodes: int = 16
     depth: int = 8
     min_prob: float = 0.0
+    pace: float = 0.0
 
     def trim(self, tree: Tree) -> Tree:
         """The likeliest nodes that the bounds allow (depth is the drafter's own affair: it would not look further)."""
@@ -62,6 +67,41 @@ class Drafter(Protocol):
     def forget(self, request: Request) -> None:
         """The request has ended; called once, also for requests never observed."""
         ...
+
+
+class Guide(Protocol):
+    """What follows one request's text, place by place; what a place is, is the guide's own affair."""
+
+    def children(self, at: Any) -> Mapping[int, float]:
+        """Tokens that may come next, and how likely each is; none where the guide knows nothing."""
+        ...
+
+    def after(self, at: Any, token: int) -> Any:
+        """The place one token further."""
+        ...
+
+
+def grow(guide: Guide, at: Any, limits: Limits) -> Tree:
+    """The tree of the likeliest nodes that a guide leads to, best first."""
+    token: list[int] = []
+    parent: list[int] = []
+    prob: list[float] = []
+    found: list[tuple[float, int, int, int, int, Any]] = []  # heap of nodes that may come next, the likeliest first
+    order = count()
+
+    def look(node: int, at: Any, likely: float, depth: int) -> None:
+        if depth < limits.depth:
+            for t, p in guide.children(at).items():
+                heappush(found, (-likely * p, next(order), node, depth, t, at))
+
+    look(-1, at, 1.0, 0)
+    while found and len(token) < limits.nodes and -found[0][0] >= limits.min_prob:
+        falling, _, above, depth, t, at = heappop(found)
+        token.append(t)
+        parent.append(above)
+        prob.append(-falling)
+        look(len(token) - 1, guide.after(at, t), -falling, depth + 1)
+    return Tree.of(token, parent, prob)
 
 
 EMPTY = Tree.chain([])

@@ -1,4 +1,4 @@
-"""Drafts that the GPU made by itself at the end of the last step, with looked-up ones grafted on. Knows no model."""
+"""Drafts that the GPU made by itself at the end of the last step. Knows no model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from boleinfer.draft.base import EMPTY, Committed, Limits
-from boleinfer.draft.ngram import NgramDrafter
 from boleinfer.forest import Tree
 from boleinfer.request import Request
 
@@ -21,29 +20,18 @@ class Drafted(Committed):
 
 
 class DeviceDrafter:
-    """The GPU's own tree for every request, joined with the looked-up one.
+    """The GPU's own tree for every request; none where the last step made none."""
 
-    lookup: None never looks up
-    """
+    reads_text = False
 
-    def __init__(self, lookup: NgramDrafter | None = None):
-        self._lookup = lookup
+    def __init__(self) -> None:
         self._own: dict[Request, Tree] = {}
-        self.reads_text = lookup is not None
 
     def propose(self, requests: Sequence[Request], limits: Sequence[Limits]) -> list[Tree]:
-        own = [self._own.get(r, EMPTY).best(lim.nodes) for r, lim in zip(requests, limits)]
-        if self._lookup is None:
-            return own
-        found = self._lookup.propose(requests, limits)
-        return [(f.graft(o) if len(f) else o).best(lim.nodes) for f, o, lim in zip(found, own, limits)]
+        return [self._own.get(r, EMPTY).best(lim.nodes) for r, lim in zip(requests, limits)]
 
     def observe(self, news: Sequence[Committed]) -> None:
-        self._own.update((n.request, n.draft) for n in news if isinstance(n, Drafted))
-        if self._lookup is not None:
-            self._lookup.observe(news)
+        self._own.update((n.request, n.draft if isinstance(n, Drafted) else EMPTY) for n in news)
 
     def forget(self, request: Request) -> None:
         self._own.pop(request, None)
-        if self._lookup is not None:
-            self._lookup.forget(request)
