@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -36,8 +36,8 @@ PARTS = ("bundled", "profiles", "verify", "never")
 SIZES, BATCHES = ("qwen3.5-9b", "qwen3.5-27b"), (1, 4, 8, 16, 32)
 NEVER_BATCHES = (1, 8, 32)
 NODES = 127  # of a request's draft at most, so that a lone request can fill a step of 128 rows
-TOKENS, NEVER_TOKENS = 256, 512  # of each request
-REPEATS = 3
+TOKENS, NEVER_TOKENS = 256, 512  # of each request, on average
+PROMPTS, PROMPT_TOKENS, REPEATS = 8, 96, 2  # of each kind of text, and how often all are answered
 KNOWN = 0.97  # of the tokens are among the ids that drafts look at (DraftPlan.ids), between code and prose
 
 _PAPER = Shape(top_k=4, width=8, depth=8)
@@ -73,23 +73,21 @@ def bench_speculation(args: argparse.Namespace) -> int:
         "known": KNOWN,
         **{part: [] for part in PARTS},
     }
-    measures: dict[str, Callable[[list[dict[str, Any]]], None]] = {
-        "bundled": bundled,
-        "verify": lambda rows: rows.extend(r for size in sizes[:1] for r in verify_rows(size, (1, 64), args.prompt)),
-        "profiles": lambda rows: published(rows, sizes, args.batch or BATCHES, args.prompt, False),
-        "never": lambda rows: published(rows, sizes[:1], args.batch or NEVER_BATCHES, args.prompt, True),
-    }
-    for part in parts:
-        measures[part](record[part])
-        gc.collect()
+    if "bundled" in parts:
+        bundled(record["bundled"])
         write(record, output, note=False)
-        print(f"{part}: {len(record[part])} rows", file=sys.stderr)
+    for size in sizes if {"profiles", "never"} & set(parts) else ():
+        published(record, size, parts, args.batch, args.prompt)
+        write(record, output, note=False)
+    if "verify" in parts:
+        gc.collect()
+        record["verify"] = verify_rows(sizes[0], (1, 64), args.prompt)
     print(speculation_tables.speculation(record))
     write(record, output)
     if output is not None and record["profiles"]:
         output.with_suffix(".svg").write_text(speculation_tables.plot(record), encoding="utf-8")
     rows = [*record["bundled"], *record["profiles"], *record["never"]]
-    return 0 if all(row["same_tokens"] for row in rows) else 1
+    return 0 if all(r["same_tokens"] for r in rows) else 1
 
 
 # ---- (a) the shipped model -------------------------------------------------------------------------------------------
@@ -116,8 +114,8 @@ def bundled(rows: list[dict[str, Any]]) -> None:
     """Held-out code and docstrings, one request at a time, greedy: every mode in turn, medians over the rounds."""
     llm = LLM(device="cuda", draft="auto", draft_nodes=NODES)
     code = [e["text"] for e in json.loads((BUNDLED / "heldout_prompts.json").read_text(encoding="utf-8"))]
-    texts = {"code": code, "docstrings": [t for text in code if (t := up_to_docstring(text))]}
-    params = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
+    texts = {"code": code[:PROMPTS], "docstrings": [t for text in code if (t := up_to_docstring(text))][:PROMPTS]}
+    params = SamplingParams(temperature=0, max_tokens=PROMPT_TOKENS, ignore_eos=True)
     tokens: dict[tuple[str, str], list[list[int]]] = {}
     seconds: dict[tuple[str, str], list[float]] = {}
     steps: dict[tuple[str, str], int] = {}
@@ -167,30 +165,53 @@ class _Unpriced(DeviceDrafter, NoDrafter):
 
 
 def published(
-    rows: list[dict[str, Any]], sizes: Sequence[str], batches: Sequence[int], prompt: int, never: bool
+    record: dict[str, Any], size: str, parts: Sequence[str], asked: Sequence[int] | None, prompt: int
 ) -> None:
-    """Each batch of each shape: plain decoding, then each profile's tokens; or the paper's, none of them right."""
-    length = NEVER_TOKENS if never else TOKENS
-    for size in sizes:
-        llm = LLM(
-            device="cuda",
-            random_weights=size,
-            draft="mtp",
-            draft_nodes=NODES,
-            max_batch=max(8, *batches),
-            max_model_len=prompt + 2 * length + 4 * NODES,
-        )
-        for plans in ((), DRAFT_PLANS):
-            executor_of(llm).draft_as(plans)
-            executor_of(llm).capture()
-        for batch in batches:
-            plain = run(llm, batch, prompt, length + length // 4, None)
-            for profile in PROFILES[:1] if never else PROFILES:
-                rows.append(against(llm, size, batch, prompt, length, profile, plain, never))
-                row = rows[-1]
-                print(f"{size} at {batch}, {profile.name}: {row['times_plain']:.2f} x plain", file=sys.stderr)
-        del llm
-        gc.collect()
+    """One shape: for each number of requests plain decoding, each profile, the adversary, and plain decoding again."""
+    batches = sorted(asked or {*BATCHES, *NEVER_BATCHES})
+    llm = LLM(
+        device="cuda",
+        random_weights=size,
+        draft="mtp",
+        draft_nodes=NODES,
+        max_batch=max(8, *batches),
+        max_model_len=prompt + 2 * NEVER_TOKENS + 2 * NODES,
+    )
+    for plans in ((), DRAFT_PLANS):
+        executor_of(llm).draft_as(plans)
+        executor_of(llm).capture()
+    for batch in batches:
+        plain = run(llm, batch, prompt, NEVER_TOKENS + NEVER_TOKENS // 8, None)
+        found = []
+        for profile in PROFILES if "profiles" in parts and (asked or batch in BATCHES) else ():
+            found.append(("profiles", profile, against(llm, batch, prompt, TOKENS, profile, plain, honest=True)))
+        if "never" in parts and (asked or batch in NEVER_BATCHES):
+            adversary = against(llm, batch, prompt, NEVER_TOKENS, PROFILES[0], plain, honest=False)
+            found.append(("never", PROFILES[0], adversary))
+        again = run(llm, batch, prompt, TOKENS, None)
+        for part, profile, fast in found:
+            record[part].append({"shape": size, "context": prompt, **row(batch, profile, fast, plain, again)})
+            print(f"{size} at {batch}, {part}: {record[part][-1]['times_plain']:.3f} x plain", file=sys.stderr)
+    del llm
+    gc.collect()
+
+
+def row(batch: int, profile: Profile, fast: Run, plain: Run, again: Run) -> dict[str, Any]:
+    """A profile's run beside plain decoding before and after it."""
+    plain_s = (plain.tokens_per_s + again.tokens_per_s) / 2
+    return {
+        "batch": batch,
+        "profile": profile.name,
+        "tokens_per_s": fast.tokens_per_s,
+        "plain_tokens_per_s": plain_s,
+        "times_plain": fast.tokens_per_s / plain_s,
+        "tokens_per_step": fast.made / fast.steps / batch,
+        "ms_per_step": 1e3 * fast.seconds / fast.steps,
+        "plain_ms_per_step": 1e3 * batch / plain_s,
+        "rows": fast.rows,
+        "ways": fast.ways,
+        "same_tokens": all(a[: len(b)] == b[: len(a)] for a, b in zip(fast.tokens, plain.tokens)),
+    }
 
 
 def shape_of(plan: DraftPlan) -> Shape:
@@ -214,34 +235,15 @@ class Run:
         return self.made / self.seconds
 
 
-def against(
-    llm: LLM, size: str, batch: int, prompt: int, length: int, profile: Profile, plain: Run, never: bool
-) -> dict[str, Any]:
-    """A profile's run, which begins with all there is to learn, and plain decoding's before and after it."""
+def against(llm: LLM, batch: int, prompt: int, length: int, profile: Profile, plain: Run, honest: bool) -> Run:
+    """A profile's run, which begins with everything still to be learnt."""
 
     def shape() -> Shape | None:
         variant = llm.engine.budget.ways[llm.engine.way].variant  # of the step that drafted
         return shape_of(DRAFT_PLANS[variant - 1]) if variant else None
 
     answers = [t + [0] * NODES for t in plain.tokens]
-    fast = run(llm, batch, prompt, length, ProfileDrafter(profile, answers, shape, llm.config.vocab_size, not never))
-    again = run(llm, batch, prompt, length // 2, None)
-    plain_s = (plain.tokens_per_s + again.tokens_per_s) / 2
-    return {
-        "shape": size,
-        "batch": batch,
-        "profile": profile.name,
-        "context": prompt,
-        "tokens_per_s": fast.tokens_per_s,
-        "plain_tokens_per_s": plain_s,
-        "times_plain": fast.tokens_per_s / plain_s,
-        "tokens_per_step": fast.made / fast.steps / batch,
-        "ms_per_step": 1e3 * fast.seconds / fast.steps,
-        "plain_ms_per_step": 1e3 * plain.seconds / plain.steps,
-        "rows": fast.rows,
-        "ways": fast.ways,
-        "same_tokens": all(a[: len(b)] == b[: len(a)] for a, b in zip(fast.tokens, plain.tokens)),
-    }
+    return run(llm, batch, prompt, length, ProfileDrafter(profile, answers, shape, llm.config.vocab_size, honest))
 
 
 def run(llm: LLM, batch: int, prompt: int, length: int, drafter: ProfileDrafter | None) -> Run:
