@@ -98,6 +98,14 @@ def test_who_is_right_is_learned():
     assert len(drafter.propose([req], [Limits(nodes=5, depth=3, min_prob=0.1)])[0]) == 1
 
 
+def test_who_said_what_can_be_read():
+    drafter = GraftedDrafter([SuffixDrafter()], [ScriptedDrafter(lambda r: Tree.chain([7]))], always=True)
+    req = request([1, 2, 1])
+    drafter.propose([req], [LIMITS])
+    said = {name: set(guide.children(at)) for name, (guide, at) in drafter.said(req).items()}
+    assert said == {"suffix": {2}, "scripted": {7}} and drafter.said(request([1])) == {}
+
+
 def test_unproposed_steps_ends_and_other_requests_confuse_nothing():
     drafter = GraftedDrafter([SuffixDrafter()], [NoDrafter()])
     first, second = request([1, 2, 1, 2]), request([5])

@@ -159,6 +159,13 @@ class GraftedDrafter:
         for drafter in self._drafters:
             drafter.forget(request)
 
+    def said(self, request: Request) -> dict[str, tuple[Guide, Any]]:
+        """Whose guides the request's last tree grew along, and where each began; for those who watch."""
+        if (asked := self._asked.get(request)) is None:
+            return {}
+        names = [_name(part) for part in (*self._lookups, *self._drafters)]
+        return {n: (g, at) for n, g, at in zip(names, asked.guides, asked.at) if g is not None}
+
     def _ask(self, i: int, requests: Sequence[Request], limits: Sequence[Limits]) -> None:
         """Asks a drafter for its trees, if it pays."""
         record = self._records[i]
@@ -188,6 +195,10 @@ class GraftedDrafter:
             if guide is not None:
                 record.asked += 1
                 record.right += _right(guide, came)
+
+
+def _name(part: object) -> str:
+    return type(part).__name__.removesuffix("Drafter").lower()
 
 
 def _right(guide: Guide, came: Sequence[int]) -> int:
