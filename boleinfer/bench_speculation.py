@@ -145,7 +145,7 @@ def bundled(rows: list[dict[str, Any]]) -> None:
 
 def up_to_docstring(text: str) -> str:
     """A text up to the first words of its last docstring; empty where it has none."""
-    at = max((m.end() for m in re.finditer(r'"""(?:\s*\w+){3}', text)), default=0)
+    at = max((m.end() for m in re.finditer(r':\n\s*"""(?:\s*\w+){3}', text)), default=0)
     return text[:at]
 
 
