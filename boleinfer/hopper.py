@@ -12,7 +12,7 @@ from boleinfer.device import Array
 
 FILE = "linear_hopper.cu"
 FIXED_ROWS = 128  # up to which a row's bits do not depend on the rows beside it
-LONG, SHORT = 190 * 1024, 106 * 1024  # bytes of a ring; two blocks with SHORT ones fit on a multiprocessor
+LONG, SHORT = 200 * 1024, 106 * 1024  # bytes of a ring; two blocks with SHORT ones fit on a multiprocessor
 LONG_FROM = 384 * 1024  # bytes that a block reads from which it has a LONG one
 MOST_DEPTH = 24  # places of a ring
 MOST_PROCESSORS = 144  # of a GPU of this architecture

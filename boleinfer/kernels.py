@@ -200,7 +200,10 @@ class Gpu:
             *(_NOT_INTERLEAVED, _SWIZZLE_128B, _L2_128B, _ZEROS_OUTSIDE),
         )
         if status:
-            raise RuntimeError(f"cuTensorMapEncodeTiled gives error {status}")
+            raise KernelError(
+                f"cuTensorMapEncodeTiled gives error {status} for {array.dtype.name} {list(array.shape)} in boxes of "
+                f"{box_rows} rows: the driver is older than CUDA 12, or the matrix is larger than it can describe"
+            )
         return np.void(made.raw[start : start + 128])
 
     def load(self, cubin: bytes) -> Any:

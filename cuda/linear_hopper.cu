@@ -1,18 +1,18 @@
-// x w^T on tensor cores of sm_90a (wgmma), bf16 x, bf16 or FP8 w; or of its halves silu(gate) * up; or of two matrices, the
-// second result in float. Definitions: linear, gated_linear and linear_pair in boleinfer/ops/linear.py. Sums in float32;
-// Gated rounds them to Out before it goes on, as linear does.
+// x w^T on tensor cores of sm_90a (wgmma), bf16 x, bf16 or FP8 w; or of its halves silu(gate) * up; or of two matrices,
+// the second result in float. Definitions: linear, gated_linear, linear_pair in boleinfer/ops/linear.py. Sums in
+// float32; Gated rounds them to Out before it goes on, as linear does.
 //
-// A tile of out is Rows rows and 64 features of each of Groups warpgroups, which for Gated take the same features of up as
-// well; the tiles of w_more come behind those of w. The first Whole tiles of features are a unit each; k of the others is
-// cut into Parts parts, a unit each. A unit's chunks of k are added up in order (an FP8 block of 128 k on its own,
-// then scaled), then the parts in order, by the warp that ends last of those that own its features. None of this depends
-// on R: a row has the same bits whatever is beside it.
+// A tile of out is Rows rows and 64 features of each of Groups warpgroups, which for Gated take the same features of up
+// as well; the tiles of w_more come behind those of w. The first Whole tiles of features are a unit each; k of the
+// others is cut into Parts parts, a unit each. A unit's chunks of k are added up in order (an FP8 block of 128 k on its
+// own, then scaled), then the parts in order, by the warp that ends last of those that own its features. None of this
+// depends on R: a row has the same bits whatever is beside it.
 //
 // grid: one block a multiprocessor, at most; a block takes every gridDim.x-th unit. block: a warpgroup for 64 features
-// each, a warp whose first thread asks for tiles of w, and one for x. Depth places of a ring hold a chunk of w and of x;
+// each, a warp whose first thread asks for tiles of w, and one for x. Depth places of a ring hold a chunk of w and x;
 // it is filled with w before x is there.
-// shared: 1 KB + Depth * (8 KB * Groups * (1 + Gated) + 128 bytes * Rows (twice for FP8)); 640 bytes a warp. Read twice: x,
-// by every tile of features (L2), w by every tile of rows.
+// shared: 1 KB + Depth * (8 KB * Groups * (1 + Gated) + 128 bytes * Rows, twice for FP8); 640 bytes a warp. Read twice:
+// x, by every tile of features (L2), w by every tile of rows.
 //
 // arch: 90a
 // sizes: Wt=bf16 Out=bf16 Rows=8,64 Groups=3 Gated=0 | Wt=bf16 Out=float Rows=16,128 Groups=3 Gated=0 | Wt=bf16 Out=bf16 Rows=8,32,128 Groups=2 Gated=1 | Wt=bf16 Out=bf16 Rows=256 Groups=2 Gated=0 | Wt=fp8 Out=bf16 Rows=8,64 Groups=3 Gated=0 | Wt=fp8 Out=bf16 Rows=8,32 Groups=2 Gated=1
@@ -55,17 +55,48 @@ struct Turn {
   }
 };
 
-// ask(unit, chunk, place) for all chunks of the block's units in order, each as soon as its place of the ring is empty.
+// Chunks of x and w on their way from the warps that ask for them to those that multiply.
+struct Ring {
+  char* places;
+  Barrier *full, *empty;
+
+  __device__ __forceinline__ char* x(int place) const { return places + place * PLACE; }
+  __device__ __forceinline__ char* w(int place, int slab) const { return x(place) + X_BYTES + slab * Groups * SLAB; }
+};
+
+// ask(unit, chunk, place) for all chunks of the block's units in order, each as soon as its place is empty.
 template <class Ask>
-__device__ __forceinline__ void fill(const Units& units, int depth, Barrier* empty, Ask ask) {
+__device__ __forceinline__ void fill(const Units& units, const Ring& ring, int depth, Ask ask) {
   Turn turn{depth};
   for (int next = blockIdx.x; next < units.count; next += gridDim.x) {
     const Unit unit = units[next];
     for (int chunk = unit.begin; chunk < unit.end; chunk++, turn.advance()) {
-      wait(empty[turn.place], turn.parity ^ 1);
+      wait(ring.empty[turn.place], turn.parity ^ 1);
       ask(unit, chunk, turn.place);
     }
   }
+}
+
+// sum = the unit's part of w x^T, of bf16 w.
+__device__ __forceinline__ void multiply(float (&sum)[SLABS][SUMS], const Unit& unit, const Ring& ring, Turn& turn) {
+  const int lane = threadIdx.x % WARP, own = threadIdx.x / WARP / 4 * SLAB;
+  int held = 0;
+  for (int chunk = unit.begin; chunk < unit.end; chunk++, turn.advance()) {
+    wait(ring.full[turn.place], turn.parity);
+    wgmma_begin();
+#pragma unroll
+    for (int i = 0; i < SLABS * 4; i++) {
+      wgmma(sum[i / 4], Tile(ring.w(turn.place, i / 4) + own), Tile(ring.x(turn.place)), i % 4);
+    }
+    wgmma_end();
+    if (chunk > unit.begin) {
+      wgmma_wait<1>();
+      if (lane == 0) arrive(ring.empty[held]);
+    }
+    held = turn.place;
+  }
+  wgmma_wait<0>();
+  if (lane == 0) arrive(ring.empty[held]);
 }
 
 // A of product `step` from a slab of FP8: rows g and g + 8 of the warp.
@@ -76,6 +107,90 @@ __device__ __forceinline__ void widen_rows(unsigned (&a)[4], const char* slab, i
   for (int i = 0; i < 4; i++) {
     a[i] = widen_pair(*reinterpret_cast<const unsigned short*>(at + i % 2 * 8 * ROW_BYTES + i / 2 * 8));
   }
+}
+
+// The same of FP8 w; scale: of the lane's features g and g + 8 in each slab, one for each chunk. While the products of
+// half a chunk are under way, A of the next half is made.
+__device__ __forceinline__ void multiply_scaled(
+    float (&sum)[SLABS][SUMS], const float* const (&scale)[SLABS][2], const Unit& unit, const Ring& ring, Turn& turn) {
+  const int lane = threadIdx.x % WARP, own = threadIdx.x / WARP / 4 * SLAB;
+  float block[SLABS][SUMS], factor[SLABS][2], next_factor[SLABS][2];
+  const auto factors_at = [&](int chunk) {
+#pragma unroll
+    for (int i = 0; i < 2 * SLABS; i++) next_factor[i / 2][i % 2] = scale[i / 2][i % 2][min(chunk, unit.end - 1)];
+  };
+  const auto add_block = [&](int s) {
+    wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < SUMS; i++) sum[s][i] = fmaf(factor[s][i / 2 % 2], block[s][i], sum[s][i]);
+  };
+  int held = 0;
+  factors_at(unit.begin);
+  for (int chunk = unit.begin; chunk < unit.end; chunk++, turn.advance()) {
+    wait(ring.full[turn.place], turn.parity);
+#pragma unroll
+    for (int s = 0; s < SLABS; s++) {
+      unsigned a[2][4][4];
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        if (SLABS == 1 && half == 0) wgmma_wait<1>();  // those of a[0]; of two slabs they are over
+#pragma unroll
+        for (int i = 0; i < 4; i++) widen_rows(a[half][i], ring.w(turn.place, s) + own, 4 * half + i);
+        if (half == 0) {
+          if (s > 0) {
+            add_block(s - 1);
+          } else {
+            if (chunk > unit.begin) {
+              add_block(SLABS - 1);
+              if (lane == 0) arrive(ring.empty[held]);
+            }
+            memcpy(factor, next_factor, sizeof factor);
+            factors_at(chunk + 1);
+          }
+#pragma unroll
+          for (int i = 0; i < SUMS; i++) block[s][i] = 0.0f;
+        }
+        wgmma_begin();
+#pragma unroll
+        for (int i = 0; i < 4; i++) wgmma(block[s], a[half][i], Tile(ring.x(turn.place) + half * X_TILE), i);
+        wgmma_end();
+        if (!OVERLAP) wgmma_wait<0>();
+      }
+    }
+    held = turn.place;
+  }
+  add_block(SLABS - 1);
+  if (lane == 0) arrive(ring.empty[held]);
+}
+
+// Of the warps that have a part of the same features the last one gets true, and in sum all parts, added up in order.
+// mine: the lane's place for part 0; ticket: counts the parts.
+__device__ __forceinline__ bool join(float (&sum)[SLABS][SUMS], int part, int parts, float4* mine, int* ticket) {
+  constexpr int TO_PART = WARPS * SLABS * QUADS * WARP;
+  const int lane = threadIdx.x % WARP;
+#pragma unroll
+  for (int i = 0; i < SLABS * QUADS; i++) {
+    const float* v = sum[i / QUADS] + i % QUADS * 4;
+    __stcg(mine + part * TO_PART + i * WARP, make_float4(v[0], v[1], v[2], v[3]));
+  }
+  __threadfence();
+  __syncwarp();
+  const int arrived = __shfl_sync(ALL_LANES, lane == 0 ? atomicAdd(ticket, 1) : 0, 0);
+  if (arrived != parts - 1) return false;
+  __threadfence();
+  if (lane == 0) *ticket = 0;
+#pragma unroll
+  for (int i = 0; i < SLABS * SUMS; i++) sum[i / SUMS][i % SUMS] = 0.0f;
+#pragma unroll(SLABS * QUADS <= 4 ? 4 : 1)
+  for (int p = 0; p < parts; p++) {
+#pragma unroll
+    for (int i = 0; i < SLABS * QUADS; i++) {
+      const float4 one = __ldcg(mine + p * TO_PART + i * WARP);
+      float* v = sum[i / QUADS] + i % QUADS * 4;
+      v[0] += one.x, v[1] += one.y, v[2] += one.z, v[3] += one.w;
+    }
+  }
+  return true;
 }
 
 // The next four numbers of a row, or as many as exist.
@@ -92,6 +207,27 @@ __device__ __forceinline__ void store_four(T* to, const float* four, int exist) 
     for (int i = 0; i < 4; i++) {
       if (i < exist) to[i] = numbers.v[i];
     }
+  }
+}
+
+// The warp's 16 features of a tile, from `feature` of `width` on, and rows from `row` of R on. They are turned, eight
+// rows at a time, so that neighbouring lanes have neighbouring features.
+template <class T>
+__device__ __forceinline__ void write(
+    T* out, const float (&sum)[SLABS][SUMS], float (&turned)[8][20], int row, int R, int feature, int width) {
+  const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4, own = feature + 4 * t;
+  out += (long long)(row + g) * width + own;
+#pragma unroll
+  for (int n = 0; n < QUADS; n++, out += 8ll * width) {
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float y = sum[0][4 * n + i];
+      if constexpr (Gated) y = silu(to_float(from_float<Out>(y))) * to_float(from_float<Out>(sum[1][4 * n + i]));
+      turned[2 * t + i % 2][g + i / 2 * 8] = y;
+    }
+    __syncwarp();
+    if (row + 8 * n + g < R && own < width) store_four(out, turned[g] + 4 * t, width - own);
   }
 }
 
@@ -117,8 +253,8 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2), 1) linear_hoppe
 {
   extern __shared__ uint4 dynamic[];
   __shared__ Barrier full[MOST], empty[MOST];
-  __shared__ __align__(16) float results[WARPS][8][20];  // rows, 16 features, not all in the same banks
-  char* const ring = reinterpret_cast<char*>(((unsigned long long)dynamic + 1023) / 1024 * 1024);
+  __shared__ __align__(16) float turned[WARPS][8][20];  // rows, 16 features, not all in the same banks
+  const Ring ring{reinterpret_cast<char*>(((unsigned long long)dynamic + 1023) / 1024 * 1024), full, empty};
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int chunks = (Din + K - 1) / K, width = Dout / SLABS, row_tiles = (R + Rows - 1) / Rows;
   const int w_tiles = (width + RESULTS - 1) / RESULTS, tiles = w_tiles + (More + RESULTS - 1) / RESULTS;
@@ -133,15 +269,14 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2), 1) linear_hoppe
   if (warp == WARPS) {
     if (lane) return;
     prefetch_map(w);
-    fill(units, Depth, empty, [&](const Unit& unit, int chunk, int place) {
+    fill(units, ring, Depth, [&](const Unit& unit, int chunk, int place) {
       arrive_expecting(full[place], W_BYTES);
 #pragma unroll
       for (int s = 0; s < SLABS; s++) {
-        char* to = ring + place * PLACE + X_BYTES + s * Groups * SLAB;
         if (unit.tile < w_tiles) {
-          load_tile(to, w, full[place], chunk * K, unit.tile * RESULTS + s * width);
+          load_tile(ring.w(place, s), w, full[place], chunk * K, unit.tile * RESULTS + s * width);
         } else {
-          load_tile(to, w_more, full[place], chunk * K, (unit.tile - w_tiles) * RESULTS);
+          load_tile(ring.w(place, s), w_more, full[place], chunk * K, (unit.tile - w_tiles) * RESULTS);
         }
       }
     });
@@ -151,148 +286,42 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2), 1) linear_hoppe
     if (lane) return;
     prefetch_map(x);
     after_previous();
-    fill(units, Depth, empty, [&](const Unit& unit, int chunk, int place) {
+    fill(units, ring, Depth, [&](const Unit& unit, int chunk, int place) {
       arrive_expecting(full[place], X_BYTES);
 #pragma unroll
       for (int i = 0; i < X_TILES; i++) {
-        load_tile(ring + place * PLACE + i * X_TILE, x, full[place], chunk * K + i * 64, unit.row);
+        load_tile(ring.x(place) + i * X_TILE, x, full[place], chunk * K + i * 64, unit.row);
       }
     });
     return;
   }
 
   after_previous();
-  const int g = lane / 4, t = lane % 4, slab = warp / 4 * SLAB;
   Turn turn{Depth};
   for (int next = blockIdx.x; next < units.count; next += gridDim.x) {
     const Unit unit = units[next];
+    const int feature = unit.tile * RESULTS + warp * 16;
     float sum[SLABS][SUMS] = {};
     if constexpr (sizeof(Wt) == 2) {
-      int held = 0;
-      for (int chunk = unit.begin; chunk < unit.end; chunk++, turn.advance()) {
-        wait(full[turn.place], turn.parity);
-        const char* place = ring + turn.place * PLACE;
-        wgmma_begin();
-#pragma unroll
-        for (int i = 0; i < SLABS * 4; i++) {
-          wgmma(sum[i / 4], Tile(place + X_BYTES + i / 4 * Groups * SLAB + slab), Tile(place), i % 4);
-        }
-        wgmma_end();
-        if (chunk > unit.begin) {
-          wgmma_wait<1>();
-          if (lane == 0) arrive(empty[held]);
-        }
-        held = turn.place;
-      }
-      wgmma_wait<0>();
-      if (lane == 0) arrive(empty[held]);
+      multiply(sum, unit, ring, turn);
     } else {
-      // while the products of half a chunk are under way, A of the next half may be made
-      const auto factors_at = [&](float (&factor)[SLABS][2], int chunk) {
+      const float* factors[SLABS][2];
 #pragma unroll
-        for (int i = 0; i < 2 * SLABS; i++) {  // of features g and g + 8 of the warp
-          const int f = min(i / 2 * width + unit.tile * RESULTS + warp * 16 + g + i % 2 * 8, Dout - 1);
-          factor[i / 2][i % 2] = scale[(long long)(f / SCALED) * chunks + min(chunk, unit.end - 1)];
-        }
-      };
-      float block[SLABS][SUMS], factor[SLABS][2], next_factor[SLABS][2];
-      int held = 0;
-      const auto add_block = [&](int s) {
-        wgmma_wait<0>();
-#pragma unroll
-        for (int i = 0; i < SUMS; i++) sum[s][i] = fmaf(factor[s][i / 2 % 2], block[s][i], sum[s][i]);
-      };
-      factors_at(next_factor, unit.begin);
-      for (int chunk = unit.begin; chunk < unit.end; chunk++, turn.advance()) {
-        wait(full[turn.place], turn.parity);
-        const char* place = ring + turn.place * PLACE;
-#pragma unroll
-        for (int s = 0; s < SLABS; s++) {
-          unsigned a[2][4][4];
-#pragma unroll
-          for (int half = 0; half < 2; half++) {
-            if (SLABS == 1 && half == 0) wgmma_wait<1>();  // those of a[0]; of two slabs they are over
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-              widen_rows(a[half][i], place + X_BYTES + s * Groups * SLAB + slab, 4 * half + i);
-            }
-            if (half == 0) {
-              if (s > 0) {
-                add_block(s - 1);
-              } else if (chunk > unit.begin) {
-                add_block(SLABS - 1);
-                if (lane == 0) arrive(empty[held]);
-              }
-              if (s == 0) {
-                memcpy(factor, next_factor, sizeof factor);
-                factors_at(next_factor, chunk + 1);
-              }
-#pragma unroll
-              for (int i = 0; i < SUMS; i++) block[s][i] = 0.0f;
-            }
-            wgmma_begin();
-#pragma unroll
-            for (int i = 0; i < 4; i++) wgmma(block[s], a[half][i], Tile(place + half * X_TILE), i);
-            wgmma_end();
-            if (!OVERLAP) wgmma_wait<0>();
-          }
-        }
-        held = turn.place;
+      for (int i = 0; i < 2 * SLABS; i++) {
+        const int f = min(i / 2 * width + feature + lane / 4 + i % 2 * 8, Dout - 1);
+        factors[i / 2][i % 2] = scale + (long long)(f / SCALED) * chunks;
       }
-      add_block(SLABS - 1);
-      if (lane == 0) arrive(empty[held]);
+      multiply_scaled(sum, factors, unit, ring, turn);
     }
-
     if (Rows <= 128 && unit.part >= 0) {
-      // the last of the parts: sum = all of them, added up
-      constexpr int TO_PART = WARPS * SLABS * QUADS * WARP;
       const int cut = unit.row / Rows * (tiles - Whole) + unit.tile - Whole;
-      float4* const own = reinterpret_cast<float4*>(sums) + (long long)cut * Parts * TO_PART + warp * SLABS * QUADS * WARP + lane;
-#pragma unroll
-      for (int i = 0; i < SLABS * QUADS; i++) {
-        const float* v = sum[i / QUADS] + i % QUADS * 4;
-        __stcg(own + unit.part * TO_PART + i * WARP, make_float4(v[0], v[1], v[2], v[3]));
-      }
-      __threadfence();
-      __syncwarp();
-      int* const ticket = tickets + cut * WARPS + warp;
-      const int arrived = __shfl_sync(ALL_LANES, lane == 0 ? atomicAdd(ticket, 1) : 0, 0);
-      if (arrived != Parts - 1) continue;
-      __threadfence();
-      if (lane == 0) *ticket = 0;
-#pragma unroll
-      for (int i = 0; i < SLABS * SUMS; i++) sum[i / SUMS][i % SUMS] = 0.0f;
-#pragma unroll(SLABS * QUADS <= 4 ? 4 : 1)
-      for (int part = 0; part < Parts; part++) {
-#pragma unroll
-        for (int i = 0; i < SLABS * QUADS; i++) {
-          const float4 one = __ldcg(own + part * TO_PART + i * WARP);
-          float* v = sum[i / QUADS] + i % QUADS * 4;
-          v[0] += one.x, v[1] += one.y, v[2] += one.z, v[3] += one.w;
-        }
-      }
+      const long long mine = ((long long)cut * Parts * WARPS + warp) * SLABS * QUADS * WARP + lane;
+      if (!join(sum, unit.part, Parts, reinterpret_cast<float4*>(sums) + mine, tickets + cut * WARPS + warp)) continue;
     }
-
-    // eight rows at a time, turned so that neighbouring lanes have neighbouring features
-    const bool of_w = unit.tile < w_tiles;
-    const int f = (of_w ? unit.tile : unit.tile - w_tiles) * RESULTS + warp * 16 + 4 * t, exist = (of_w ? width : More) - f;
-#pragma unroll
-    for (int n = 0; n < QUADS; n++) {
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        float y = sum[0][4 * n + i];
-        if constexpr (Gated) y = silu(to_float(from_float<Out>(y))) * to_float(from_float<Out>(sum[1][4 * n + i]));
-        results[warp][2 * t + i % 2][g + i / 2 * 8] = y;
-      }
-      __syncwarp();
-      const int row = unit.row + 8 * n + g;
-      if (row >= R || exist <= 0) continue;
-      if (of_w) {
-        store_four(out + (long long)row * width + f, results[warp][g] + 4 * t, exist);
-      } else {
-        store_four(more + (long long)row * More + f, results[warp][g] + 4 * t, exist);
-      }
+    if (unit.tile < w_tiles) {
+      write(out, sum, turned[warp], unit.row, R, feature, width);
+    } else {
+      write(more, sum, turned[warp], unit.row, R, feature - w_tiles * RESULTS, More);
     }
   }
 }

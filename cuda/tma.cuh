@@ -1,12 +1,13 @@
-// Tiles of matrices from global into shared memory without registers, and the barriers that tell when they are there (sm_90).
+// Tiles of matrices from global into shared memory without registers, and the barriers that tell when they are there
+// (sm_90).
 //
-// A TensorMap describes a matrix (the launcher makes it from the parameter's declaration); load_tile copies a box of it,
-// zeros where the box leaves the matrix. A row of a box has 128 bytes, and its 16-byte words are swizzled: word u of
-// row r lies in place u ^ (r % 8) of the row, so that eight rows' words of one column lie in different banks.
+// A TensorMap describes a matrix (the launcher makes it from the parameter's declaration); load_tile copies a box of
+// it, zeros where the box leaves the matrix. A row of a box has 128 bytes, and its 16-byte words are swizzled: word u
+// of row r lies in place u ^ (r % 8) of the row, so that eight rows' words of one column lie in different banks.
 //
-// A Barrier counts arrivals and bytes. It begins in phase 0; when as many have arrived as it was made for, and all bytes
-// that were announced are there, the next phase begins. wait(barrier, p) waits for the end of a phase of parity p: what the
-// arrived did before, and the bytes, can then be seen.
+// A Barrier counts arrivals and bytes. It begins in phase 0; when as many have arrived as it was made for, and all
+// bytes that were announced are there, the next phase begins. wait(barrier, p) waits for the end of a phase of parity
+// p: what the arrived did before, and the bytes, can then be seen.
 #pragma once
 
 #include "mma.cuh"

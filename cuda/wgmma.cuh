@@ -1,10 +1,12 @@
-// Matrix products of a warpgroup (four warps, the first a multiple of four) on tiles in shared memory: bf16 -> float32 (sm_90a).
+// Matrix products of a warpgroup (four warps, the first a multiple of four) on tiles in shared memory: bf16 -> float32
+// (sm_90a).
 //
-// d += A B^T for A [64, 16] and B [N, 16], both tiles as load_tile leaves them: rows of 128 bytes, swizzled. Lane
-// l = 4 g + t of warp w has D[16 w + g][8 n + 2 t, + 1] in d[4 n], d[4 n + 1] and D[16 w + g + 8] there in the next two.
-// The same k in the same order, 16 at a time, give the bits of mma_m16n8k16, whatever N is.
+// d += A B^T for A [64, 16] and B [N, 16], both tiles as load_tile leaves them: rows of 128 bytes, swizzled. Lane l = 4
+// g + t of warp w has D[16 w + g][8 n + 2 t, + 1] in d[4 n], d[4 n + 1] and D[16 w + g + 8] there in the next two. The
+// same k in the same order, 16 at a time, give the bits of mma_m16n8k16, whatever N is.
 //
-// A may be in registers instead: a[4] is what mma.cuh calls so, of the warp's 16 rows. They stay as they are until the wait.
+// A may be in registers instead: a[4] is what mma.cuh calls so, of the warp's 16 rows. They stay as they are until the
+// wait.
 //
 // wgmma_begin(); products; wgmma_end(); wgmma_wait<P>() until at most P of those groups are under way: until then d may
 // not be touched, nor the tiles be written.
@@ -16,7 +18,8 @@
 #include "emulated_wgmma.h"
 #else
 
-// Where a tile is, for the products: its address and 1024 bytes from eight rows to the next eight, swizzle of 128 bytes.
+// Where a tile is, for the products: its address and 1024 bytes from eight rows to the next eight, swizzle of 128
+// bytes.
 struct Tile {
   unsigned long long bits;
 
@@ -38,28 +41,29 @@ __device__ __forceinline__ void wgmma_wait() {
 #define D8 D4 ", %4, %5, %6, %7"
 #define D16 D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define D32 D16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define D64                                                                                                            \
-  D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, " \
-      "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define D128                                                                                                            \
-  D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, " \
-      "%86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, " \
-      "%107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, "    \
-      "%125, %126, %127"
+#define D64                                                                                                           \
+  D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52"     \
+      ", %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define D128                                                                                                          \
+  D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84"     \
+      ", %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104"     \
+      ", %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121"        \
+      ", %122, %123, %124, %125, %126, %127"
 
-// N: rows of B; D: the numbers of d, REGISTERS: their operands. One product with A in shared memory, one with A in registers.
-#define PRODUCTS(N, D, AT0, AT1, AT2, AT3, AT4, ...)                                                                    \
-  __device__ __forceinline__ void wgmma(float (&d)[N / 2], Tile a, Tile b, int step) {                                  \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" D "}, %" #AT0 ", %" #AT1                  \
-                 ", 1, 1, 1, 0, 0;"                                                                                     \
-                 : __VA_ARGS__                                                                                          \
-                 : "l"(a.bits + 2 * step), "l"(b.bits + 2 * step));                                                     \
-  }                                                                                                                     \
-  __device__ __forceinline__ void wgmma(float (&d)[N / 2], const unsigned (&a)[4], Tile b, int step) {                  \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" D "}, {%" #AT0 ", %" #AT1 ", %" #AT2      \
-                 ", %" #AT3 "}, %" #AT4 ", 1, 1, 1, 0;"                                                                 \
-                 : __VA_ARGS__                                                                                          \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits + 2 * step));                                 \
+// N: rows of B; D: the numbers of d, then the numbers of the next operands, then the operands that d is. A in shared
+// memory, and A in registers.
+#define PRODUCTS(N, D, P0, P1, P2, P3, P4, ...)                                                                       \
+  __device__ __forceinline__ void wgmma(float (&d)[N / 2], Tile a, Tile b, int step) {                                \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" D "}, %" #P0 ", %" #P1                  \
+                 ", 1, 1, 1, 0, 0;"                                                                                   \
+                 : __VA_ARGS__                                                                                        \
+                 : "l"(a.bits + 2 * step), "l"(b.bits + 2 * step));                                                   \
+  }                                                                                                                   \
+  __device__ __forceinline__ void wgmma(float (&d)[N / 2], const unsigned (&a)[4], Tile b, int step) {                \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" D "}, {%" #P0 ", %" #P1 ", %" #P2       \
+                 ", %" #P3 "}, %" #P4 ", 1, 1, 1, 0;"                                                                 \
+                 : __VA_ARGS__                                                                                        \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits + 2 * step));                               \
   }
 
 // Product number `step` of the tiles: k = 16 step .. 16 step + 15.
