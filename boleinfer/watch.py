@@ -153,6 +153,14 @@ class _Executor(_StandIn):
         """Never: each step is looked at before the next one starts."""
         return False
 
+    def price(self, *fresh: bool) -> Any:
+        """Measuring what steps cost is no part of one."""
+        seconds = dict(self._watch.clock.seconds)
+        with self._watch.clock("price"):
+            costs = self._own.price(*fresh)
+        self._watch.clock.seconds = seconds
+        return costs
+
     def start(self, works: Sequence[Work], *way: int) -> Callable[[], list[Outcome]]:
         work, committed = works[0], works[0].request.committed
         named = _named(self._watch.drafter, work, self._watch.offered)
@@ -201,11 +209,16 @@ def _named(drafter: Any, work: Work, offered: Tree) -> list[dict[str, float]]:
     for token, above, prob in zip(tokens, parents, probs):
         at = {name: place for name, (_, place) in said.items()} if above < 0 else places[above]
         chances = {name: guide.children(at[name]).get(token) for name, (guide, _) in said.items()}
-        by = {name: float(chance) for name, chance in chances.items() if chance is not None}
+        by = {_shown(name): float(chance) for name, chance in chances.items() if chance is not None}
         whole = type(drafter).__name__.removesuffix("Drafter").lower()
-        found.append(by or {whole: prob / probs[above] if above >= 0 else prob})
+        found.append(by or {_shown(whole): prob / probs[above] if above >= 0 else prob})
         places.append({name: guide.after(at[name], token) for name, (guide, _) in said.items()})
     return found
+
+
+def _shown(name: str) -> str:
+    """What the GPU drafts by itself comes from the MTP layer."""
+    return "mtp" if name == "device" else name
 
 
 def _seen(work: Work, committed: int, outcome: Outcome, watch: _Engine, named: list[dict[str, float]]) -> StepSeen:

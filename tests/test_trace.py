@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import re
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from boleinfer import cli, trace
+from boleinfer import cli, trace, watch
 from boleinfer.llm import LLM
 from boleinfer.sampling import SamplingParams
 from tests import browser, emulator
@@ -23,7 +24,7 @@ PARAMS = SamplingParams(temperature=0.5, top_p=0.9, repetition_penalty=1.1, seed
 
 @pytest.fixture(scope="module")
 def llm():
-    made = LLM(device="cpu", draft_nodes=12)
+    made = LLM(device="cpu", draft="graft", draft_nodes=12)
     made.engine.executor.price = lambda *_: None  # what pays differs from machine to machine
     return made
 
@@ -72,6 +73,20 @@ def test_steps_add_up(record):
             )
             assert 0 < node["prob"] <= 1 and all(0 <= p <= 1 for p in node["by"].values())
     assert accepted == record["totals"]["accepted"] > 5
+    assert set(record["drafters"]) == {"suffix", "mtp"}
+    assert any(len(node["by"]) == 2 for step in steps for node in step["nodes"])
+
+
+def test_measuring_costs_is_no_part_of_a_step(llm, monkeypatch):
+    real, late = time.perf_counter, [0.0]
+
+    def price(*_):
+        late[0] += 1000.0  # seconds
+
+    monkeypatch.setattr(llm.engine.executor, "price", price)
+    monkeypatch.setattr(watch.time, "perf_counter", lambda: real() + late[0])
+    record = trace.record_of(llm, "a", SamplingParams(max_tokens=2, logprobs=0))
+    assert late[0] and all(sum(step["ms"].values()) < 1e6 and "price" not in step["ms"] for step in record["steps"])
 
 
 def test_the_model_own_chances(llm, record):
@@ -102,7 +117,7 @@ def test_on_a_gpu_a_step_is_one_phase(tmp_path):
         llm.engine.executor.price = lambda *_: None
         record = trace.record_of(llm, "abc", SamplingParams(temperature=0, max_tokens=4, logprobs=3))
     steps = record["steps"]
-    assert record["device"] == "cuda" and len(record["drafters"]) == 1 and sum(s["count"] for s in steps) == 4
+    assert record["device"] == "cuda" and record["drafters"] == ["mtp"] and sum(s["count"] for s in steps) == 4
     assert all(s["ms"]["step"] > 0 and "forward" not in s["ms"] for s in steps)
     assert steps[1]["nodes"] and all(0 <= n["id"] < 512 and n["verified"] for n in steps[1]["nodes"])
 
