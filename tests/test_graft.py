@@ -53,7 +53,7 @@ def step(drafter: GraftedDrafter, req, came: list[int], limits: Limits = LIMITS)
 @given(trees(), trees(), st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(0, 30), st.integers(0, 6))
 def test_every_node_of_all_is_in_it_once_as_far_as_limits_allow(one, two, text, nodes, depth):
     scripted = [ScriptedDrafter(lambda r, t=t: t) for t in (one, two)]
-    tree = step(GraftedDrafter([], scripted), request(text), [1], Limits(nodes=24, depth=12))
+    tree = step(GraftedDrafter([], scripted, always=True), request(text), [1], Limits(nodes=24, depth=12))
     assert paths(one) | paths(two) == paths(tree) and len(paths(tree)) == len(tree)
     drafter, req = GraftedDrafter([SuffixDrafter()], scripted, always=True), request(text)
     step(drafter, req, [1, 2])
@@ -148,7 +148,7 @@ def test_a_costly_drafter_is_asked_where_it_pays(monkeypatch, right, takes, aske
         came = [5, 5] if len(tree) and right else [5]
         req.tokens += came
         drafter.observe([Committed(req, 0, np.zeros((len(came), 1)))])
-    assert len(calls) == 200 if asked == "always" else 1 < len(calls) < 60, "never for good"
+    assert len(calls) == 199 if asked == "always" else 1 < len(calls) < 60, "not before a step is timed; never for good"
 
 
 def test_a_costly_drafter_is_not_asked_where_the_text_is_sure(monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from boleinfer.request import Request
 
 RECENT = 32  # steps over which what a drafter brings and takes is averaged
 PACED = 4  # the same of the tokens that a request gets in a step: texts change from line to line
+SLEPT = 4  # times an average step, above which a time says more of the machine
 HOPED = 1.5  # tokens that a drafter brings to a request that has no other's, until it is known; weighs as one time
 
 
@@ -116,7 +118,7 @@ class GraftedDrafter:
         self._asked: dict[Request, _Asked] = {}
         self._tokens: dict[Request, float] = {}  # that a step gives a request
         self._began = 0.0
-        self._step_s: float | None = None
+        self._step_s = 0.0  # 0 while no step has been timed: all that takes time has to wait
 
     def propose(self, requests: Sequence[Request], limits: Sequence[Limits]) -> list[Tree]:
         self._began = perf_counter()
@@ -127,9 +129,8 @@ class GraftedDrafter:
             found = [lookup.guide(r) for lookup in self._lookups]
             none = [None] * len(self._drafters)
             self._asked[r] = _Asked(len(r.tokens), [g for g, _ in found] + none, [at for _, at in found] + none)
-        if self._step_s is not None:
-            pace = sum(self._tokens.get(r, 1.0) for r in requests) / self._step_s
-            limits = [replace(lim, pace=pace) for lim in limits]
+        pace = sum(self._tokens.get(r, 1.0) for r in requests) / self._step_s if self._step_s else inf
+        limits = [replace(lim, pace=pace) for lim in limits]
         for i in range(len(self._drafters)):
             self._ask(i, requests, limits)
         return [
@@ -148,8 +149,8 @@ class GraftedDrafter:
                 self._learn(n.request, asked[n.request])
         if asked and all(n.request in asked for n in news):  # a step that reads no prompt
             seconds = perf_counter() - self._began
-            before = seconds if self._step_s is None else self._step_s
-            self._step_s = before + (min(seconds, 2 * before) - before) / RECENT  # the machine may sleep
+            before = self._step_s or seconds
+            self._step_s = before + (min(seconds, SLEPT * before) - before) / RECENT
 
     def forget(self, request: Request) -> None:
         self._asked.pop(request, None)
@@ -168,16 +169,16 @@ class GraftedDrafter:
 
     def _ask(self, i: int, requests: Sequence[Request], limits: Sequence[Limits]) -> None:
         """Asks a drafter for its trees, if it pays."""
-        record = self._records[i]
-        if self._step_s is not None and not self._always:
+        record, known = self._records[i], self._step_s > 0
+        if not self._always:
             uncovered = sum(asked.uncovered(self._calibration) for asked in self._asked.values())
-            if not record.pays(uncovered, limits[0].pace):
+            if not (known and record.pays(uncovered, limits[0].pace)):
                 return
         began = perf_counter()
         trees = self._drafters[i].propose(requests, limits)
         seconds = perf_counter() - began
         record.calls += 1
-        record.seconds += seconds if self._step_s is None else min(seconds, self._step_s)  # the machine may sleep
+        record.seconds += min(seconds, SLEPT * self._step_s) if known else seconds
         for asked, tree in zip(self._asked.values(), trees):
             asked.guides[len(self._lookups) + i], asked.at[len(self._lookups) + i] = TreeGuide(tree), -1
 
