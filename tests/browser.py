@@ -30,10 +30,11 @@ class Browser:
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self._driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
         assert self._driver.stdout is not None
-        for line in self._driver.stdout:
-            if found := re.search(r"started successfully on port (\d+)", line):
-                break
-        self._root = f"http://127.0.0.1:{found.group(1)}/session"
+        said = iter(self._driver.stdout.readline, "")
+        port = next((m.group(1) for line in said if (m := re.search(r"successfully on port (\d+)", line))), None)
+        if port is None:
+            raise RuntimeError(f"chromedriver ended with exit status {self._driver.wait(10)}")
+        self._root = f"http://127.0.0.1:{port}/session"
         flags = [f"--{flag}" for flag in (*_FLAGS, f"user-data-dir={self._profile.name}", "window-size=1280,1200")]
         wanted = {"goog:chromeOptions": {"args": flags}, "goog:loggingPrefs": {"browser": "ALL"}}
         self._root += "/" + self._ask("", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]

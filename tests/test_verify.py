@@ -12,7 +12,7 @@ import pytest
 from boleinfer import cli, executor, verify
 from boleinfer.sampling import SamplingParams, accept
 
-GREEDY = ["-n", "30", "--temp", "0", "--repeat-penalty", "1", "--draft", "mtp"]
+GREEDY = ["-n", "30", "--temp", "0", "--repeat-penalty", "1", "--draft", "none"]
 PROMPTS = ["def f(x):\n", "a, b, a, b, a,"]
 
 
@@ -55,7 +55,7 @@ def test_a_wrong_walk_is_found(prompts, capsys, monkeypatch):
     assert run("--prompts", prompts, *GREEDY) == 1
     out = capsys.readouterr().out
     assert "greedy  none    in a batch  identical" in out and "greedy  known   alone       different" in out
-    assert "DIFFERENT: " in out and re.search("first difference: greedy, (mtp|known), prompt ", out)
+    assert "DIFFERENT: " in out and re.search("first difference: greedy, known, prompt ", out)
     assert "plain decoding has " in out and "standard deviations of the row" in out
 
 

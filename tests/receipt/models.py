@@ -80,7 +80,7 @@ def gpu_engine(
     graphs = graphs and real_gpu()
     executor = CudaExecutor(model, state, ALLOWED, max_batch, max_rows, nodes, each, plans, graphs=graphs)
     drafter = make_drafter(draft, model, state) if isinstance(draft, str) else draft
-    limits = Limits(nodes=nodes, depth=4, min_prob=0.05)
+    limits = Limits(nodes=nodes, depth=4, min_prob=0.0)
     return Engine(executor, drafter, Scheduler(state, max_batch, max_rows, max_rows, limits, scratch))
 
 
