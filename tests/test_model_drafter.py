@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from boleinfer import cli
 from boleinfer.config import ConfigError
 from boleinfer.decoder import Decoder
 from boleinfer.draft import model as model_module
 from boleinfer.draft.base import Limits
 from boleinfer.draft.levels import Levels
 from boleinfer.draft.model import ModelDrafter, check_same_tokens
-from boleinfer.llm import BUNDLED
+from boleinfer.llm import BUNDLED, LLM
 from boleinfer.sampling import SamplingParams
 from boleinfer.state import State
 from boleinfer.tokenizer import Tokenizer
@@ -131,6 +132,32 @@ def test_no_room_means_no_nodes(small):
     for limits in (Limits(nodes=0, depth=5), Limits(nodes=5, depth=0)):
         assert not len(drafter.propose([request], [limits])[0])
     assert len(drafter.propose([request], [LIMITS])[0])
+
+
+@pytest.mark.parametrize("draft", ["model", "graft", "auto"])
+def test_the_library_takes_a_second_model(draft):
+    plain, fast = LLM(device="cpu", draft="none"), LLM(device="cpu", draft=draft, draft_model=BUNDLED, draft_earlier=99)
+    fast.engine.executor.price = lambda *_: None  # drafts are verified whether they pay or not
+    params = SamplingParams(temperature=0.7, seed=1, max_tokens=30, ignore_eos=True)
+    for _ in range(2):
+        (out,) = fast.generate("def area(self):", params)
+        assert out.token_ids == plain.generate("def area(self):", params)[0].token_ids
+    assert out.stats.accepted > 0
+
+
+def test_a_second_model_that_nobody_asks_is_a_mistake():
+    with pytest.raises(ConfigError, match="drafts on the CPU only, with draft='auto', 'graft' or 'model'"):
+        LLM(device="cpu", draft="mtp", draft_model=BUNDLED)
+    with pytest.raises(ConfigError, match="needs a second, smaller model"):
+        LLM(device="cpu", draft="model")
+
+
+def test_the_command_line_takes_a_second_model(capsys):
+    arguments = ["generate", "--device", "cpu", "-n", "9", "--temp", "0", "--draft", "model", "--draft-top-k", "1"]
+    assert cli.main([*arguments, "-md", str(BUNDLED), "--draft-depth", "3", "def area(self):"]) == 0
+    assert "accepted" in capsys.readouterr().err
+    assert cli.main([*arguments, "x"]) == 2
+    assert "--draft-model" in capsys.readouterr().err
 
 
 def test_another_tokenizer_is_refused(tmp_path):
