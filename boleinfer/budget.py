@@ -9,11 +9,12 @@ be read off a draft that was not made, so each way to draft has a record of its 
     speed of a way            = tokens / seconds of its steps, against plain decoding
 
 The fastest way is taken. The others are tried again for a few steps after pauses that grow while they stay behind, and
-that are long where trying is dear, so that all trying together costs little; a new request is a reason to try sooner.
+that are long where a try is dear, so that all trying together costs about 1 %; a new request is a reason to try sooner.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -27,8 +28,9 @@ RECENT = 24.0  # steps after which a record counts a third
 SURER = 1.03  # how much faster another way must look
 SETTLING = 2  # steps of one or two requests after which the ways are compared again
 TRIED = 3  # steps of a try that count
-SHORTEST_PAUSE, LONGEST_PAUSE = 64, 2048  # steps between two tries
-DEAR, SOONER = 300.0, 100.0  # steps that must pass for each one that a try may lose; after a new request
+PACE_STEPS, SAME_PACE, OUTLIER = 8, 2.0, 4.0  # steps that the pace is of; that all ways share it; beyond which none is
+SHORTEST_PAUSE, MOST_DOUBLINGS = 8, 2  # steps between two tries at least; each that is in vain doubles them
+DEAR, SOONER = 300.0, 3  # steps between tries that lose one; a new request divides them
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,11 @@ class _Record:
     tries: float = 0.0
     steps: float = 0.0
     rows: float = 0.0  # of a request
-    slow: float = 0.0  # seconds against the table's
-    draft_s: float = 0.0
-    pause: int = SHORTEST_PAUSE
+    slow: float = 0.0  # seconds against the table's and the pace of all ways at the time
+    draft_s: float = 0.0  # of the host, at the table's pace
+    vain: int = 0  # tries in vain, one after another
     since: int = 0  # steps since it was last in use
-    due: int = SHORTEST_PAUSE
+    due: int = 8 * SHORTEST_PAUSE
 
     def fade(self, keep: float) -> None:
         """Lets what is known count less."""
@@ -108,6 +110,8 @@ class Budget:
     _trial: int | None = None
     _left: int = 0
     _best: int = 0
+    _timed: int = 0
+    _pace_now: float = 1.0  # seconds of steps against the table's: what else the machine does slows all ways
     _steps: int = 0
     _surprise: tuple[float, float] = UNSURPRISED
 
@@ -191,7 +195,7 @@ class Budget:
         """A request begins, whose text may be of another kind: what was slow is tried sooner."""
         for i, r in enumerate(self._records):
             if i:
-                r.due = min(r.due, max(r.since + 1, round(SOONER / DEAR * r.due)))
+                r.due = min(r.due, max(r.since + 1, r.due // SOONER))
 
     def _record(self, news: StepNews) -> None:
         assert self.costs is not None
@@ -203,13 +207,18 @@ class Budget:
         r.hits += sum(news.accepted)
         r.tries += sum(min(a + 1, d) for a, d in zip(news.accepted, news.depth))
         told = self.costs.one_s(news.rows, news.batch, news.context)
-        on_gpu = self.costs.draft_s(self.ways[news.way].variant, news.batch)
-        ratio = (news.seconds - news.draft_s - on_gpu) / told
-        if ratio < 4:  # a graph was captured, or the machine slept
-            r.steps += 1
-            r.rows += news.rows / news.batch
-            r.slow += max(0.25, ratio)
-            r.draft_s += news.draft_s
+        told += self.costs.draft_s(self.ways[news.way].variant, news.batch)
+        ratio = (news.seconds - news.draft_s) / told
+        if not ratio < (OUTLIER * self._pace_now if self._timed else math.inf):  # a capture, or nobody asked for it
+            return
+        self._timed += 1
+        if self._timed == 1:
+            self._pace_now = ratio
+        r.steps += 1
+        r.rows += news.rows / news.batch
+        r.slow += ratio / self._pace_now
+        r.draft_s += news.draft_s / self._pace_now
+        self._pace_now += (ratio / self._slow(news.way) - self._pace_now) / min(self._timed, PACE_STEPS)
 
     def _pace(self, news: StepNews) -> None:
         """Counts the steps until a way is tried again, and ends a try."""
@@ -240,11 +249,11 @@ class Budget:
         for i in {before, tried} - {None, 0, self._best}:
             assert i is not None
             r = self._records[i]
-            r.due = max(r.pause, round(DEAR * self._loss(i, news.batch, news.context)))
-            r.pause = min(2 * r.pause, LONGEST_PAUSE)
+            r.due = max(SHORTEST_PAUSE, round(DEAR * self._loss(i, news.batch, news.context) ** 1.5)) << r.vain
+            r.vain = min(r.vain + 1, MOST_DOUBLINGS)
             r.since = 0
         if before == self._best:
-            self._records[self._best].pause = SHORTEST_PAUSE
+            self._records[self._best].vain = 0
 
     def _loss(self, way: int, batch: int, context: float) -> float:
         """Steps that a try loses: when nothing is right, or beside another way to draft as far as is foreseen."""
@@ -271,11 +280,9 @@ class Budget:
         return (r.drafted + PRIOR_TRIES) / (r.asked + PRIOR_TRIES)
 
     def _slow(self, way: int) -> float:
-        """Seconds of a step against the table's; of a way not seen yet as of plain decoding."""
+        """Seconds of a way's steps against the table's, where 1 is what all ways together take."""
         r = self._records[way]
-        if not r.steps and way:
-            return self._slow(0)
-        return (r.slow + 1) / (r.steps + 1)
+        return (r.slow + SAME_PACE) / (r.steps + SAME_PACE)
 
 
 def share(trees: Sequence[Tree], rows: int) -> list[Tree]:
