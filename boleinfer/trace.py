@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 FORMAT = "boleinfer trace 1"  # of the JSON; docs/trace.md says what is in it
 PAGE = Path(__file__).with_name("trace.html")
-LIKELIEST = 3  # tokens that the model found likeliest at each place, unless asked for
+LIKELIEST = 3  # tokens that the model found likeliest at each place
 SHOWN = 6  # known tokens before a step's drafts that are in its tree
 
 
@@ -78,7 +79,7 @@ def record_of(llm: LLM, prompt: str, params: SamplingParams) -> dict[str, Any]:
     for word, chances in zip(words[len(tokens) :], answer.logprobs or []):
         (_, own), *others = chances.items()
         word["logprob"] = own
-        word["likeliest"] = [_word(llm.tokenizer, i) | {"logprob": p} for i, p in others]
+        word["likeliest"] = [_word(llm.tokenizer, i) | {"logprob": p} for i, p in others if p > -math.inf]
     return {
         "device": "cuda" if llm.gpu else "cpu",
         "dtype": llm.engine.state.dtype.name,

@@ -222,6 +222,7 @@ def _shown(name: str) -> str:
 
 
 def _seen(work: Work, committed: int, outcome: Outcome, watch: _Engine, named: list[dict[str, float]]) -> StepSeen:
+    """What a step was, once its tokens are known: which of the offered nodes were verified, and which were right."""
     offered = watch.offered
     place = {key: n for n, key in enumerate(zip(offered.parent.tolist(), offered.token.tolist()))}
     kept, accepted = np.zeros(len(offered), bool), np.zeros(len(offered), bool)
