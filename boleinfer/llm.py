@@ -28,6 +28,7 @@ from boleinfer.tokenizer import Tokenizer
 
 BUNDLED = Path(models.__file__).parent / "bole-coder-16m"
 CPU_ROWS, GPU_ROWS = 512, 2048  # max_rows unless asked for
+CPU_NODES, GPU_NODES = 8, 63  # draft_nodes unless asked for
 READS_MTP = {"mtp": True, "none": False, "suffix": False, "ngram": False, "model": False}  # others: if there is one
 LONGEST_DEFAULT = 8192  # context unless asked for more: its KV pages are reserved when the model is loaded
 
@@ -129,7 +130,7 @@ class LLM:
     max_rows:       rows of one step; longer prompts are cut into pieces (None: 512, on the GPU 2,048 where they fit)
     page_size:      positions of a page of keys and values
     memory_fraction: the part of the GPU's memory that may be in use, other programs' included, once all is loaded
-    draft_nodes:    drafted tokens of a request and step at most; draft_depth: of one path
+    draft_nodes:    drafted tokens of a request and step at most (None: 8, on a GPU 63); draft_depth: of one path
     draft_top_k, draft_width: children of a node, and nodes of a level that have some, in a tree that a model or the MTP
                     layer drafts on the CPU
     draft_earlier:  tokens of earlier answers, of whatever request, that are looked up too
@@ -158,7 +159,7 @@ class LLM:
         max_rows: int | None = None,
         page_size: int = 16,
         ring: int = 32,
-        draft_nodes: int = 8,
+        draft_nodes: int | None = None,
         draft_depth: int = 8,
         draft_top_k: int = 3,
         draft_width: int = 1,
@@ -178,6 +179,7 @@ class LLM:
         if not 0 < memory_fraction <= 1:
             raise ConfigError(f"memory_fraction={memory_fraction}: above 0 and up to 1")
         _at_least(1, draft_top_k=draft_top_k, draft_width=draft_width)
+        draft_nodes = (GPU_NODES if gpu else CPU_NODES) if draft_nodes is None else draft_nodes
         _at_least(0, draft_nodes=draft_nodes, draft_depth=draft_depth, draft_earlier=draft_earlier)
         if draft_model is not None and (gpu or draft not in ("auto", "graft", "model")):
             raise ConfigError(
