@@ -12,7 +12,8 @@ A launch is checked by the lines that check a real one. Blocks run one after ano
 as it gets, in the given order. Found are wrong results, deadlocks, misaligned and wild accesses, indices outside arrays
 of fixed size, writes beyond an array (guard zones) or beyond dynamic shared memory, reads of what was never written
 (device.empty, shared memory, and until their wait the targets of cp_async16, load_tile and wgmma hold 0xff bytes: NaN,
--1), and races that another order of threads shows. Not found is what depends on timing, on warps in lockstep, on registers and occupancy.
+-1), and races that another order of threads shows. Not found is what depends on timing, on warps in lockstep, on
+registers and occupancy.
 Compiled kernels are kept in $BOLEINFER_CACHE or the temporary folder.
 """
 
