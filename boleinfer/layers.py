@@ -18,7 +18,7 @@ from boleinfer.ops.attention_inputs import attention_inputs
 from boleinfer.ops.gdn import gdn
 from boleinfer.ops.gdn_inputs import gdn_inputs
 from boleinfer.ops.linear import gated_linear, linear, linear_pair
-from boleinfer.ops.moe import add_shared, moe
+from boleinfer.ops.moe import Shared, add_shared, joins, moe
 from boleinfer.ops.norms import gated_rms_norm
 from boleinfer.state import Batch, Factors, GDNLayer, KVLayer
 
@@ -79,11 +79,13 @@ def dense_ffn(x: Array, w: Weights, c: ModelConfig) -> Array:
 
 def moe_ffn(x: Array, w: Weights, c: ModelConfig) -> Array:
     """The chosen experts' weighted sum plus the shared expert, itself gated: [R, D]."""
-    routed = moe(
-        x, w["gate"], w["experts.gate_up_proj"], w["experts.down_proj"], c.num_experts_per_tok, c.norm_topk_prob
-    )
-    shared = linear(gated_linear(x, w["shared_expert.gate_up_proj"]), w["shared_expert.down_proj"])
-    return add_shared(routed, linear(x, w["shared_expert_gate"], np.float32), shared)
+    experts = w["experts.gate_up_proj"], w["experts.down_proj"]
+    shared = Shared(w["shared_expert_gate"], w["shared_expert.gate_up_proj"], w["shared_expert.down_proj"])
+    chosen = c.num_experts_per_tok, c.norm_topk_prob
+    if joins(x, *experts, shared):
+        return moe(x, w["gate"], *experts, *chosen, shared)
+    routed = moe(x, w["gate"], *experts, *chosen)
+    return add_shared(routed, linear(x, shared.gate, np.float32), linear(gated_linear(x, shared.gate_up), shared.down))
 
 
 def _features_from(w: Array | Fp8, first: int) -> Array | Fp8:

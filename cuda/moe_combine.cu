@@ -1,5 +1,6 @@
-// Sums over experts: out[r] = sum over the experts of row r, by rising index, of weight * y; and a shared expert added to
-// what the routed ones gave. Definitions: moe and add_shared in boleinfer/ops/moe.py. Sums in float32.
+// Sums over experts: out[r] = sum over the experts of row r, by rising index, of weight * y, and then sigmoid(gate) times
+// what the shared expert gives; or this added to a sum that is rounded already. Definitions: moe and add_shared in
+// boleinfer/ops/moe.py. Sums in float32.
 //
 // grid: R x ceil(D / 8 threads of a block), a thread owns 8 neighbours of a row where the width and all addresses allow
 // it, else every blockDim.x-th number of the block's. block: 32 .. 256 threads. shared: 256 bytes. A <= 32.
@@ -11,13 +12,19 @@
 constexpr int N = 8;
 
 template <int M>
-__device__ void sum_places(const float* y, const int* place, const float* share, Act* out, int A, int D, int i) {
+__device__ void sum_places(
+    const float* y, const int* place, const float* share, const float* shared, float part, Act* out, int A, int D, int i) {
   float sum[M] = {};
 #pragma unroll 4
   for (int a = 0; a < A; a++) {
     const auto group = load<M>(y + (long long)place[a] * D + i);
 #pragma unroll
     for (int j = 0; j < M; j++) sum[j] = fmaf(share[a], group.v[j], sum[j]);
+  }
+  if (shared) {
+    const auto group = load<M>(shared + i);
+#pragma unroll
+    for (int j = 0; j < M; j++) sum[j] = fmaf(part, group.v[j], sum[j]);
   }
   Pack<Act, M> rounded;
 #pragma unroll
@@ -26,12 +33,15 @@ __device__ void sum_places(const float* y, const int* place, const float* share,
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2) combine(
-    const float* __restrict__ y,       // [R*A, D]
+    const float* __restrict__ y,       // [Places, D] the shared expert's from R*A on
     const float* __restrict__ weight,  // [R, A]
     const int* __restrict__ expert,    // [R, A] all different in a row
+    const float* __restrict__ gate,    // [R] or null; the shared expert's score
     Act* __restrict__ out,             // [R, D]
+    int R,
     int A,
-    int D)
+    int D,
+    int Places)
 {
   after_previous();
   __shared__ int place[WARP];
@@ -45,14 +55,16 @@ extern "C" __global__ void __launch_bounds__(256, 2) combine(
   }
   __syncthreads();
 
+  const float* shared = gate ? y + (R * A + row) * D : nullptr;
+  const float part = gate ? sigmoid(gate[row]) : 0.0f;
   y += row * A * D, out += row * D;
   const int start = blockIdx.y * blockDim.x * N;
-  if (D % N == 0 && aligned16(y, out)) {
+  if (D % N == 0 && aligned16(y, out, shared)) {
     const int i = start + threadIdx.x * N;
-    if (i < D) sum_places<N>(y, place, share, out, A, D, i);
+    if (i < D) sum_places<N>(y, place, share, shared, part, out, A, D, i);
   } else {
     for (int i = start + threadIdx.x; i < min(D, start + int(blockDim.x) * N); i += blockDim.x) {
-      sum_places<1>(y, place, share, out, A, D, i);
+      sum_places<1>(y, place, share, shared, part, out, A, D, i);
     }
   }
 }

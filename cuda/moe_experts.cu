@@ -1,6 +1,7 @@
 // The experts' products with bf16 rows and bf16 or FP8 weights: each expert's rows gathered, gate and up products with silu
 // between them, down product. Definition: moe in boleinfer/ops/moe.py. Sums in float32, in an order that depends on the
-// width alone: the chunks of a warp in turn, then the warps. Slots, places and their order are made by moe_group.cu.
+// width alone: the chunks of a warp in turn, then the warps. Slots, places and their order are made by moe_group.cu. Where
+// there is a shared expert it has one slot more, and all R rows, whose places are behind the P others.
 //
 // grid: ceil(F / 16) or ceil(D / 32) x slots x splits; a block owns two tiles of 16 outputs of the slot's expert (16 of gate
 // and the same of up; 32 of down), for the split's share of its rows, up to 8 Tiles at a time. Slots without rows end at
@@ -8,12 +9,13 @@
 // words of 16 bytes in flight a thread. shared: 4.6 KB Tiles, the warps' sums.
 // Read twice: the weights once for every 8 Tiles rows, x by every block of its experts (L1, L2).
 //
-// sizes: Wt=bf16 Tiles=1,8 | Wt=fp8 Tiles=1,4
+// sizes: Wt=bf16 Tiles=8 | Wt=fp8 Tiles=4
+// spills: sm_100 and sm_120, down: addresses that are used once for 64 rows, so that three blocks fit
 #include "linear.cuh"
 
-constexpr int WARPS_OF_K = 4, STEP = WARPS_OF_K * CHUNK;          // of the block, and k that they take at once
-constexpr int BLOCKS = Tiles == 1 ? 4 : sizeof(Wt) == 2 ? 3 : 2;  // on a multiprocessor, at least
-constexpr int STRIDE = 36;  // of a row's 32 sums: the lanes of a warp write to different banks
+constexpr int WARPS_OF_K = 4, STEP = WARPS_OF_K * CHUNK;  // of the block, and k that they take at once
+constexpr int BLOCKS = sizeof(Wt) == 2 ? 3 : 2;           // on a multiprocessor, at least
+constexpr int STRIDE = 36;                                // of a row's 32 sums: the lanes of a warp write to different banks
 
 __shared__ float part[WARPS_OF_K][8 * Tiles][STRIDE];
 
@@ -84,7 +86,7 @@ __device__ void sum_tiles(const Wt* const (&w)[4], const float* const (&scale)[2
 
 template <class Row>
 __device__ void sum_rows(const Wt* const (&w)[4], const float* const (&scale)[2], const bf16* x, int K, int n, Row row) {
-  if (Tiles == 1 || n <= 8) {
+  if (n <= 8) {
     sum_tiles<1>(w, scale, x, K, row);
   } else if (n <= 16) {
     sum_tiles<2>(w, scale, x, K, row);
@@ -94,6 +96,18 @@ __device__ void sum_rows(const Wt* const (&w)[4], const float* const (&scale)[2]
     sum_tiles<Tiles>(w, scale, x, K, row);
   }
 }
+
+// The block's slot: its expert, and its rows in the order of places.
+struct Group {
+  bool shared;
+  int expert, begin, end;
+
+  __device__ Group(const int* expert_of, const int* first, int slots, int places, int rows) {
+    const int slot = blockIdx.y;
+    shared = slot == slots, expert = shared ? 0 : expert_of[slot];
+    begin = shared ? places : first[slot], end = shared ? places + rows : first[slot + 1];
+  }
+};
 
 // The sum of output i of a block's 32 for a row of the pass.
 __device__ __forceinline__ float total(int row, int i) {
@@ -105,30 +119,39 @@ __device__ __forceinline__ float total(int row, int i) {
 
 // hidden = silu(gate x) * up x, in the order of the places
 extern "C" __global__ void __launch_bounds__(128, BLOCKS) gate_up(
-    const bf16* __restrict__ x,         // [R, D] aligned 16
-    const Wt* __restrict__ weights,     // [E, 2*F, D] aligned 16; gate rows first
-    const float* __restrict__ scale,    // [E, (2*F+127)/128, (D+127)/128] or null; of FP8 weights
-    const int* __restrict__ expert_of,  // [Slots]
-    const int* __restrict__ first,      // [Slots+1]
-    const int* __restrict__ order,      // [P]
-    bf16* __restrict__ hidden,          // [P, F]
+    const bf16* __restrict__ x,              // [R, D] aligned 16
+    const Wt* __restrict__ weights,          // [E, 2*F, D] aligned 16; gate rows first
+    const float* __restrict__ scale,         // [E, (2*F+127)/128, (D+127)/128] or null; of FP8 weights
+    const Wt* __restrict__ shared,           // [2*F, D] aligned 16 or null; of the shared expert
+    const float* __restrict__ shared_scale,  // [(2*F+127)/128, (D+127)/128] or null
+    const int* __restrict__ expert_of,       // [Slots]
+    const int* __restrict__ first,           // [Slots+1]
+    const int* __restrict__ order,           // [P]
+    bf16* __restrict__ hidden,               // [Places, F]
+    int R,
     int A,
     int D,
-    int F)
+    int F,
+    int Slots,
+    int Places)
 {
   after_previous();
-  const int last = first[blockIdx.y + 1], f0 = 16 * blockIdx.x, g = threadIdx.x % WARP / 4;
-  const long long e = expert_of[blockIdx.y];
-  const Wt* matrix = weights + e * 2 * F * D;
+  const Group group(expert_of, first, Slots, R * A, R);
+  const int f0 = 16 * blockIdx.x, g = threadIdx.x % WARP / 4;
+  const long long e = group.expert;
+  const Wt* matrix = group.shared ? shared : weights + e * 2 * F * D;
   const Wt* w[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) w[i] = matrix + (i / 2 * (long long)F + min(f0 + g + i % 2 * 8, F - 1)) * D;
-  const float* scales = scale + e * scales_of(2 * F) * scales_of(D);
+  const float* scales = group.shared ? shared_scale : scale + e * scales_of(2 * F) * scales_of(D);
   const float* const rows_of_scales[2] = {scales + f0 / SCALED * scales_of(D), scales + (F + f0) / SCALED * scales_of(D)};
 
-  for (int n = first[blockIdx.y] + blockIdx.z * 8 * Tiles; n < last; n += gridDim.z * 8 * Tiles) {
-    const int rows = min(8 * Tiles, last - n);
-    sum_rows(w, rows_of_scales, x, D, rows, [&](int i) { return order[n + min(i, rows - 1)] / A; });
+  for (int n = group.begin + blockIdx.z * 8 * Tiles; n < group.end; n += gridDim.z * 8 * Tiles) {
+    const int rows = min(8 * Tiles, group.end - n);
+    sum_rows(w, rows_of_scales, x, D, rows, [&](int i) {
+      const int at = n + min(i, rows - 1);
+      return group.shared ? at - R * A : order[at] / A;
+    });
     __syncthreads();
     for (int i = threadIdx.x; i < 16 * rows; i += blockDim.x) {
       const int row = i / 16, f = i % 16;
@@ -141,32 +164,42 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS) gate_up(
 
 // y = down hidden, to its place
 extern "C" __global__ void __launch_bounds__(128, BLOCKS) down(
-    const bf16* __restrict__ hidden,    // [P, F] aligned 16
-    const Wt* __restrict__ weights,     // [E, D, F] aligned 16
-    const float* __restrict__ scale,    // [E, (D+127)/128, (F+127)/128] or null; of FP8 weights
-    const int* __restrict__ expert_of,  // [Slots]
-    const int* __restrict__ first,      // [Slots+1]
-    const int* __restrict__ order,      // [P]
-    float* __restrict__ y,              // [P, D]
+    const bf16* __restrict__ hidden,         // [Places, F] aligned 16
+    const Wt* __restrict__ weights,          // [E, D, F] aligned 16
+    const float* __restrict__ scale,         // [E, (D+127)/128, (F+127)/128] or null; of FP8 weights
+    const Wt* __restrict__ shared,           // [D, F] aligned 16 or null; of the shared expert
+    const float* __restrict__ shared_scale,  // [(D+127)/128, (F+127)/128] or null
+    const int* __restrict__ expert_of,       // [Slots]
+    const int* __restrict__ first,           // [Slots+1]
+    const int* __restrict__ order,           // [P]
+    float* __restrict__ y,                   // [Places, D]
+    int R,
+    int A,
     int D,
-    int F)
+    int F,
+    int Slots,
+    int Places)
 {
   after_previous();
-  const int last = first[blockIdx.y + 1], d0 = 32 * blockIdx.x, g = threadIdx.x % WARP / 4;
-  const long long e = expert_of[blockIdx.y];
+  const Group group(expert_of, first, Slots, R * A, R);
+  const int d0 = 32 * blockIdx.x, g = threadIdx.x % WARP / 4;
+  const long long e = group.expert;
+  const Wt* matrix = group.shared ? shared : weights + e * D * F;
   const Wt* w[4];
 #pragma unroll
-  for (int i = 0; i < 4; i++) w[i] = weights + (e * D + min(d0 + g + i * 8, D - 1)) * F;
-  const float* row_of_scales = scale + (e * scales_of(D) + d0 / SCALED) * scales_of(F);
+  for (int i = 0; i < 4; i++) w[i] = matrix + (long long)min(d0 + g + i * 8, D - 1) * F;
+  const float* scales = group.shared ? shared_scale : scale + e * scales_of(D) * scales_of(F);
+  const float* row_of_scales = scales + d0 / SCALED * scales_of(F);
   const float* const rows_of_scales[2] = {row_of_scales, row_of_scales};
 
-  for (int n = first[blockIdx.y] + blockIdx.z * 8 * Tiles; n < last; n += gridDim.z * 8 * Tiles) {
-    const int rows = min(8 * Tiles, last - n);
+  for (int n = group.begin + blockIdx.z * 8 * Tiles; n < group.end; n += gridDim.z * 8 * Tiles) {
+    const int rows = min(8 * Tiles, group.end - n);
     sum_rows(w, rows_of_scales, hidden, F, rows, [&](int i) { return n + min(i, rows - 1); });
     __syncthreads();
     for (int i = threadIdx.x; i < 32 * rows; i += blockDim.x) {
       const int row = i / 32, d = d0 + i % 32;
-      if (d < D) y[(long long)order[n + row] * D + d] = total(row, i % 32);
+      const int place = group.shared ? n + row : order[n + row];
+      if (d < D) y[(long long)place * D + d] = total(row, i % 32);
     }
     __syncthreads();
   }

@@ -1,68 +1,95 @@
-// Scores of all experts, logits[r, e] = router_e . x_r. Definition: route in boleinfer/ops/moe.py. Sums in float32, in
-// an order that depends on D alone.
+// Scores of all experts, logits[r, e] = router_e . x_r, and of the shared one. Definition: route in boleinfer/ops/moe.py.
+// Sums in float32, in an order that depends on D alone.
 //
-// grid: ceil(R / ROWS) x ceil(E / warps of a block), a warp owns an expert for ROWS rows. block: 64 threads; a lane owns
-// every 32nd group, 16 bytes where the width and all addresses allow it, else one number. shared: none.
-// Read twice: the router once for every ROWS rows, x once for every expert, from L1 and L2.
+// grid: ceil((E + 1) / 2) x ceil(R / 8); a block owns two experts, of which number E is the shared one, for 8 rows. block:
+// 256; a thread owns every 256th group of k, 16 bytes where the width and all addresses allow it, else one number. Its first
+// groups of the router are under way before x is there. shared: 512 bytes.
+// Read twice: the router once for every 8 rows, x once for every two experts, from L2.
 //
 // sizes: Act=bf16,float
 #include "common.cuh"
 
-constexpr int ROWS = 8;
-constexpr int DEPTH = 4;  // groups of the router whose loads are under way together
+constexpr int THREADS = 256, WARPS = THREADS / WARP;
+constexpr int ROWS = 8, EXPERTS = 2, SUMS = ROWS * EXPERTS;
 
-template <int N>
-__device__ void scores(const Act* x, const Act* router, float* logits, int rows, int D, int E) {
-  constexpr int STEP = WARP * N;
-  const int lane = threadIdx.x % WARP;
-  float sum[ROWS] = {};
-  for (int i = lane * N; i < D; i += DEPTH * STEP) {
-    Pack<Act, N> w[DEPTH];
+// The sum over the warp of sum[l / 2], for lane l; an order of lanes that is the same for all of them.
+__device__ __forceinline__ float transposed_sum(float (&sum)[SUMS]) {
+  static_assert(SUMS * 2 == WARP);
 #pragma unroll
-    for (int d = 0; d < DEPTH; d++) {
-      if (i + d * STEP < D) w[d] = load<N>(router + i + d * STEP);
-    }
+  for (int half = SUMS / 2; half > 0; half /= 2) {
+    const bool upper = threadIdx.x & (2 * half);
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-      if (r >= rows) continue;
-      Pack<Act, N> group[DEPTH];
-#pragma unroll
-      for (int d = 0; d < DEPTH; d++) {
-        if (i + d * STEP < D) group[d] = load<N>(x + (long long)r * D + i + d * STEP);
-      }
-#pragma unroll
-      for (int d = 0; d < DEPTH; d++) {
-        if (i + d * STEP >= D) continue;
-#pragma unroll
-        for (int j = 0; j < N; j++) sum[r] = fmaf(to_float(w[d].v[j]), to_float(group[d].v[j]), sum[r]);
-      }
+    for (int i = 0; i < half; i++) {
+      const float kept = upper ? sum[i + half] : sum[i], given = upper ? sum[i] : sum[i + half];
+      sum[i] = kept + __shfl_xor_sync(ALL_LANES, given, 2 * half);
     }
   }
+  return sum[0] + __shfl_xor_sync(ALL_LANES, sum[0], 1);
+}
+
+// This thread's sums; waits for x.
+template <int N>
+__device__ __forceinline__ void products(
+    const Act* x, const Act* const (&router)[EXPERTS], int rows, int D, float (&sum)[SUMS]) {
+  const auto load_router = [&](Pack<Act, N> (&w)[EXPERTS], int k) {
+    if (k >= D) return;
 #pragma unroll
-  for (int r = 0; r < ROWS; r++) {
-    if (r >= rows) continue;
-    const float logit = warp_sum(sum[r]);
-    if (lane == 0) logits[(long long)r * E] = logit;
+    for (int e = 0; e < EXPERTS; e++) w[e] = load<N>(router[e] + k);
+  };
+  Pack<Act, N> w[EXPERTS];
+  load_router(w, threadIdx.x * N);
+  after_previous();
+  for (int k = threadIdx.x * N; k < D; k += THREADS * N) {
+    Pack<Act, N> group[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) group[r] = load<N>(x + (long long)min(r, rows - 1) * D + k);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+      for (int e = 0; e < EXPERTS; e++) {
+        float& total = sum[r * EXPERTS + e];
+#pragma unroll
+        for (int j = 0; j < N; j++) total = fmaf(to_float(w[e].v[j]), to_float(group[r].v[j]), total);
+      }
+    }
+    load_router(w, k + THREADS * N);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(64) router_logits(
-    const Act* __restrict__ x,       // [R, D]
-    const Act* __restrict__ router,  // [E, D]
-    float* __restrict__ logits,      // [R, E]
+extern "C" __global__ void __launch_bounds__(THREADS) router_logits(
+    const Act* __restrict__ x,            // [R, D]
+    const Act* __restrict__ router,       // [E, D]
+    const Act* __restrict__ shared_gate,  // [1, D] or null; the shared expert's
+    float* __restrict__ logits,           // [R, E]
+    float* __restrict__ gate,             // [R] or null; the shared expert's score
     int R,
     int D,
     int E)
 {
-  after_previous();
-  const long long row = (long long)blockIdx.x * ROWS;
-  const int e = blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP;
-  if (e >= E) return;
+  __shared__ float part[WARPS][SUMS];
+  const int first = blockIdx.x * EXPERTS, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const long long row = (long long)blockIdx.y * ROWS;
   const int rows = min((long long)ROWS, R - row);
-  constexpr int N = PER_16_BYTES<Act>;
-  if (D % N == 0 && aligned16(x, router)) {
-    scores<N>(x + row * D, router + (long long)e * D, logits + row * E + e, rows, D, E);
-  } else {
-    scores<1>(x + row * D, router + (long long)e * D, logits + row * E + e, rows, D, E);
+  const Act* own[EXPERTS];
+#pragma unroll
+  for (int e = 0; e < EXPERTS; e++) {
+    own[e] = first + e < E ? router + (long long)(first + e) * D : shared_gate ? shared_gate : router;
   }
+  float sum[SUMS] = {};  // products calls after_previous()
+  constexpr int N = PER_16_BYTES<Act>;
+  if (D % N == 0 && aligned16(x, own[0], own[1])) {
+    products<N>(x + row * D, own, rows, D, sum);
+  } else {
+    products<1>(x + row * D, own, rows, D, sum);
+  }
+  const float total = transposed_sum(sum);
+  if (lane % 2 == 0) part[warp][lane / 2] = total;
+  __syncthreads();
+  const int r = threadIdx.x / EXPERTS, e = first + threadIdx.x % EXPERTS;
+  if (r >= rows) return;
+  float score = 0.0f;
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) score += part[w][threadIdx.x];
+  if (e < E) logits[(row + r) * E + e] = score;
+  if (e == E && gate) gate[row + r] = score;
 }

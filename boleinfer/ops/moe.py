@@ -1,4 +1,4 @@
-"""The routed experts of a mixture-of-experts layer: router, grouping by expert, experts. Knows no shared expert."""
+"""A mixture-of-experts layer: router, grouping by expert, experts, and the expert that all rows share."""
 
 from __future__ import annotations
 
@@ -13,6 +13,17 @@ from boleinfer.ops import Case, sigmoid, silu
 
 MOST_EXPERTS, MOST_CHOSEN = 512, 32  # on the GPU
 PIECE = 2048  # rows that pass the experts together on the GPU: what lies between its kernels is float32 [PIECE*A, D]
+FEW_ROWS = 8  # up to which the GPU needs three launches
+SOME_ROWS = 128  # up to which the shared expert is one more of the experts there
+DOWN = 10  # chunks of few_down's ring, times bytes of a weight
+
+
+class Shared(NamedTuple):
+    """The shared expert's matrices: gate [1, D], the row of its own score; gate_up [2F, D]; down [D, F]."""
+
+    gate: Array
+    gate_up: Array | Fp8
+    down: Array | Fp8
 
 
 def route(x: Array, router: Array, top_k: int, norm_topk: bool) -> tuple[Array, Array]:
@@ -35,17 +46,25 @@ def route(x: Array, router: Array, top_k: int, norm_topk: bool) -> tuple[Array, 
     return weight, expert
 
 
-def moe(x: Array, router: Array, gate_up: Array | Fp8, down: Array | Fp8, top_k: int, norm_topk: bool) -> Array:
-    """sum over a row's experts e of weight_e * down_e (silu(gate_e x) * up_e x).
+def moe(
+    x: Array,
+    router: Array,
+    gate_up: Array | Fp8,
+    down: Array | Fp8,
+    top_k: int,
+    norm_topk: bool,
+    shared: Shared | None = None,
+) -> Array:
+    """sum over a row's experts e of weight_e * down_e (silu(gate_e x) * up_e x), and `shared` as add_shared adds it.
 
     x: [R, D]; router: [E, D]; gate_up: [E, 2F, D], gate rows first; down: [E, D, F], on the GPU these two also Fp8
-    -> [R, D] in the type of x.
+    -> [R, D] in the type of x. On the GPU `shared` only where joins says so.
     The rows are grouped by expert, so the weights of each chosen expert are read once. A row adds up its experts by
     rising index, whatever other rows are there. On the GPU silu(..) * .. is rounded to the type of x, all sums are
     float32, and a row with a NaN among its router's scores is NaN. Source: Qwen3NextSparseMoeBlock in HF transformers.
     """
     if device.on_gpu(x):
-        return _moe(x, router, gate_up, down, top_k, norm_topk)
+        return _moe(x, router, gate_up, down, top_k, norm_topk, shared)
     assert not isinstance(gate_up, Fp8) and not isinstance(down, Fp8)
     weight, expert = route(x, router, top_k, norm_topk)
     R, F = len(x), down.shape[-1]
@@ -57,7 +76,17 @@ def moe(x: Array, router: Array, gate_up: Array | Fp8, down: Array | Fp8, top_k:
         h = x[rows] @ gate_up[e].T  # [n, 2F]
         h = silu(h[:, :F]) * h[:, F:]  # [n, F]
         out[rows] += weight.ravel()[places, None] * (h @ down[e].T)
+    if shared is not None:
+        assert not isinstance(shared.gate_up, Fp8) and not isinstance(shared.down, Fp8)
+        h = x @ shared.gate_up.T
+        out = add_shared(out, x @ shared.gate.T, silu(h[:, :F]) * h[:, F:] @ shared.down.T)
     return out
+
+
+def joins(x: Array, gate_up: Array | Fp8, down: Array | Fp8, shared: Shared) -> bool:
+    """Whether moe takes the shared expert with the others: on the GPU, for few rows, where it is as they are."""
+    alike = _alike(gate_up, shared.gate_up) and _alike(down, shared.down)
+    return device.on_gpu(x) and alike and 0 < len(x) <= SOME_ROWS and _tiled(x, gate_up, down)
 
 
 def add_shared(routed: Array, gate: Array, shared: Array) -> Array:
@@ -87,73 +116,167 @@ class _Groups(NamedTuple):
     order: Array  # int32 [R*A]
 
 
-def _route(x: Array, router: Array, A: int, norm_topk: bool) -> _Groups:
+def _bits(w: Array | Fp8) -> Array:
+    return w.bits if isinstance(w, Fp8) else w
+
+
+def _scale(w: Array | Fp8) -> Array | None:
+    return w.scale if isinstance(w, Fp8) else None
+
+
+def _alike(experts: Array | Fp8, shared: Array | Fp8) -> bool:
+    a, b = _bits(experts), _bits(shared)
+    return isinstance(experts, Fp8) == isinstance(shared, Fp8) and a.dtype == b.dtype and a.shape[1:] == b.shape
+
+
+def _tiled(x: Array, gate_up: Array | Fp8, down: Array | Fp8) -> bool:
+    """Whether the kernels of matrix tiles can do it: types, and rows of whole 16-byte words."""
+    types, (D, F) = [device.c_type(_bits(w)) for w in (gate_up, down)], _bits(down).shape[1:]
+    same = types[0] == types[1] and types[0] in ("bf16", "fp8")
+    return device.c_type(x) == "bf16" and same and (D | F) % (8 if types[0] == "bf16" else 16) == 0
+
+
+def _scores(x: Array, router: Array, shared: Shared | None = None) -> tuple[Array, Array | None]:
+    """float32 [R, E] of the experts, and [R] of the shared one."""
     (R, D), E = x.shape, len(router)
+    logits = device.empty((R, E), np.float32)
+    gate = None if shared is None else device.empty(R, np.float32)
+    if not R:
+        return logits, gate
+    args = {"x": x, "router": router, "shared_gate": shared and shared.gate, "logits": logits, "gate": gate}
+    args |= {"R": R, "D": D, "E": E}
+    grid, constants = (E // 2 + 1, -(-R // 8)), {"Act": device.c_type(x)}
+    kernels.launch("moe_router.cu", "router_logits", grid, 256, args, constants=constants)
+    return logits, gate
+
+
+def _per_lane(E: int, A: int) -> int:
+    """Experts of a lane. Raises KernelError where there are too many."""
     if not 0 < A <= min(E, MOST_CHOSEN) or E > MOST_EXPERTS:
         raise KernelError(
             f"moe: {A} of {E} experts were asked for; the kernels support up to {MOST_CHOSEN} of up to {MOST_EXPERTS}"
         )
+    return next(n for n in (1, 8, 16) if 32 * n >= E)
+
+
+def _route(x: Array, router: Array, A: int, norm_topk: bool) -> _Groups:
+    constants: dict[str, int | str] = {"PerLane": _per_lane(len(router), A)}
+    return _group(_scores(x, router)[0], A, norm_topk, constants)
+
+
+def _group(logits: Array, A: int, norm_topk: bool, constants: dict[str, int | str]) -> _Groups:
+    R, E = logits.shape
     few = R <= 32
     slots = min(E, R * A) if few else E
-    logits = device.empty((R, E), np.float32)
     out = _Groups(
         device.empty((R, A), np.float32),
         *(device.empty(shape, np.int32) for shape in ((R, A), slots, slots + 1, R * A)),
     )
     if not R:
         return out
-    args = {"x": x, "router": router, "logits": logits, "R": R, "D": D, "E": E}
-    constants = {"Act": device.c_type(x)}
-    kernels.launch("moe_router.cu", "router_logits", (-(-R // 8), -(-E // 2)), 64, args, constants=constants)
-    each = {"PerLane": next(n for n in (1, 8, 16) if 32 * n >= E)}
     chosen = {"logits": logits, "weight": out.weight, "expert": out.expert}
     chosen |= {"R": R, "E": E, "A": A, "norm_topk": norm_topk}
     groups = {"expert_of": out.expert_of, "first": out.first, "order": out.order}
     if few:
         args = {**chosen, **groups, "Slots": slots}
-        kernels.launch("moe_group.cu", "top_k_group", 1, 512, args, constants=each)
+        kernels.launch("moe_group.cu", "top_k_group", 1, 512, args, constants=constants)
     else:
-        kernels.launch("moe_group.cu", "top_k", -(-R // 4), 128, chosen, constants=each)
+        kernels.launch("moe_group.cu", "top_k", -(-R // 4), 128, chosen, constants=constants)
         flat = {"weight": out.weight.reshape(-1), "expert": out.expert.reshape(-1)}
         args = {**flat, **groups, "P": R * A, "E": E}
-        kernels.launch("moe_group.cu", "group", -(-E // 4), 128, args, constants=each)
+        kernels.launch("moe_group.cu", "group", -(-E // 4), 128, args, constants=constants)
     return out
 
 
-def _moe(x: Array, router: Array, gate_up: Array | Fp8, down: Array | Fp8, A: int, norm_topk: bool) -> Array:
+def _moe(
+    x: Array,
+    router: Array,
+    gate_up: Array | Fp8,
+    down: Array | Fp8,
+    A: int,
+    norm_topk: bool,
+    shared: Shared | None,
+) -> Array:
     R, D = x.shape
+    constants: dict[str, int | str] = {"PerLane": _per_lane(len(router), A)}
+    if shared is not None and not joins(x, gate_up, down, shared):
+        raise KernelError("moe: the shared expert is not like the others; ask joins, and add it with add_shared")
     out = device.empty(x.shape, x.dtype)
+    if 0 < R <= FEW_ROWS and _tiled(x, gate_up, down):
+        _few(x, router, gate_up, down, shared, A, norm_topk, constants, out)
+        return out
     for r in range(0, R, PIECE):
         piece = x[r : r + PIECE]
-        groups = _route(piece, router, A, norm_topk)
-        y = _experts(piece, groups, gate_up, down)  # [n*A, D]
-        args = {"y": y, "weight": groups.weight, "expert": groups.expert, "out": out[r : r + PIECE], "A": A, "D": D}
+        logits, gate = _scores(piece, router, shared)
+        groups = _group(logits, A, norm_topk, constants)
+        y = _experts(piece, groups, gate_up, down, shared)  # [n*A, D], and [n, D] of the shared expert
+        args = {"y": y, "weight": groups.weight, "expert": groups.expert, "gate": gate, "out": out[r : r + PIECE]}
+        args |= {"R": len(piece), "A": A, "D": D, "Places": len(y)}
         _launch_combine("combine", len(piece), D, x, args)
     return out
 
 
-def _experts(x: Array, groups: _Groups, gate_up: Array | Fp8, down: Array | Fp8) -> Array:
-    """What each row's experts give, float32 [R*A, D]; undefined for rows without experts."""
+def _few(
+    x: Array,
+    router: Array,
+    gate_up: Array | Fp8,
+    down: Array | Fp8,
+    shared: Shared | None,
+    A: int,
+    norm_topk: bool,
+    constants: dict[str, int | str],
+    out: Array,
+) -> None:
+    """Three launches: scores; gate and up of all chosen experts; their down products and the sum of each row.
+
+    The last two choose for themselves, and read weights before the launches ahead of them are done."""
+    (R, D), E, F, wt = x.shape, len(router), _bits(down).shape[-1], device.c_type(_bits(gate_up))
+    logits, gate = _scores(x, router, shared)
+    places = R * (A + (shared is not None))
+    hidden, item = device.empty((places, F), x.dtype), 2 if wt == "bf16" else 1
+    same = {"logits": logits, "hidden": hidden, "R": R, "E": E, "A": A, "D": D, "F": F}
+    same |= {"Places": places, "norm_topk": norm_topk}
+    up = {"weights": _bits(gate_up), "scale": _scale(gate_up), "shared": None, "shared_scale": None}
+    last = {"weights": _bits(down), "scale": _scale(down), "shared": None, "shared_scale": None}
+    if shared is not None:
+        up |= {"shared": _bits(shared.gate_up), "shared_scale": _scale(shared.gate_up)}
+        last |= {"shared": _bits(shared.down), "shared_scale": _scale(shared.down)}
+
+    chunk, depth = 8192 * item, 6 // item  # bytes of a block's chunk
+    args = {**same, **up, "x": x, "down": last["weights"], "shared_down": last["shared"]}
+    grid, tile = 4 * device.multiprocessors(), {**constants, "Wt": wt, "Depth": depth}
+    kernels.launch("moe_few_up.cu", "few_gate_up", grid, 128, args, shared=depth * chunk, constants=tile)
+    chunk, y_bytes = 16384 * item, 256 * places
+    depth = min(DOWN // item, (device.shared_bytes() - y_bytes - 8192) // chunk)
+    args = {**same, **last, "gate": gate, "out": out}
+    tile = {**constants, "Wt": wt, "Depth": depth}
+    shared_bytes = depth * chunk + y_bytes
+    kernels.launch("moe_few_down.cu", "few_down", -(-D // 16), 512, args, shared=shared_bytes, constants=tile)
+
+
+def _experts(x: Array, groups: _Groups, gate_up: Array | Fp8, down: Array | Fp8, shared: Shared | None) -> Array:
+    """What each row's experts give, float32 [R*A, D], behind it the shared one's; undefined where there are none."""
     (R, D), A = x.shape, groups.weight.shape[1]
-    up_weights, up_scale = gate_up if isinstance(gate_up, Fp8) else (gate_up, None)
-    down_weights, down_scale = down if isinstance(down, Fp8) else (down, None)
-    F, slots = down_weights.shape[-1], len(groups.expert_of)
-    hidden, y = device.empty((R * A, F), x.dtype), device.empty((R * A, D), np.float32)
-    act, wt = device.c_type(x), device.c_type(up_weights)
-    tiled = act == "bf16" and wt in ("bf16", "fp8") and (D | F) % (8 if wt == "bf16" else 16) == 0
-    most = 1 if R <= 8 else 8 if wt == "bf16" else 4  # tiles of 8 rows that a block multiplies together
-    file, prefix = "moe_experts.cu", ""
-    constants: dict[str, int | str] = {"Wt": wt, "Tiles": most}
-    features, outputs, rows = 16, 32, 8 * most  # of a block
-    if not tiled:
-        file, prefix, constants = "moe_plain.cu", "plain_", {"Act": act, "Wt": wt}
-        features, outputs, rows = 4, 4, 8
-    splits = min(64, -(-R * A // (slots * rows)))
+    F, slots, act, wt = _bits(down).shape[-1], len(groups.expert_of), device.c_type(x), device.c_type(_bits(gate_up))
+    places = R * (A + (shared is not None))
+    hidden, y = device.empty((places, F), x.dtype), device.empty((places, D), np.float32)
     where = {"expert_of": groups.expert_of, "first": groups.first, "order": groups.order, "D": D, "F": F}
-    args = {**where, "x": x, "weights": up_weights, "scale": up_scale, "hidden": hidden, "A": A}
-    kernels.launch(file, prefix + "gate_up", (-(-F // features), slots, splits), 128, args, constants=constants)
-    args = {**where, "hidden": hidden, "weights": down_weights, "scale": down_scale, "y": y}
-    kernels.launch(file, prefix + "down", (-(-D // outputs), slots, splits), 128, args, constants=constants)
+    up = {**where, "x": x, "weights": _bits(gate_up), "scale": _scale(gate_up), "hidden": hidden, "A": A}
+    last = {**where, "hidden": hidden, "weights": _bits(down), "scale": _scale(down), "y": y}
+    if not _tiled(x, gate_up, down):
+        tile: dict[str, int | str] = {"Act": act, "Wt": wt}
+        splits = min(64, -(-R * A // (slots * 8)))
+        kernels.launch("moe_plain.cu", "plain_gate_up", (-(-F // 4), slots, splits), 128, up, constants=tile)
+        kernels.launch("moe_plain.cu", "plain_down", (-(-D // 4), slots, splits), 128, last, constants=tile)
+        return y
+    tiles = 8 if wt == "bf16" else 4  # of 8 rows, that a block multiplies together
+    splits, all_slots = min(64, -(-R * A // (slots * 8 * tiles))), slots + (shared is not None)
+    more = {"R": R, "A": A, "Slots": slots, "Places": places}
+    up |= {**more, "shared": shared and _bits(shared.gate_up), "shared_scale": shared and _scale(shared.gate_up)}
+    last |= {**more, "shared": shared and _bits(shared.down), "shared_scale": shared and _scale(shared.down)}
+    tile = {"Wt": wt, "Tiles": tiles}
+    kernels.launch("moe_experts.cu", "gate_up", (-(-F // 16), all_slots, splits), 128, up, constants=tile)
+    kernels.launch("moe_experts.cu", "down", (-(-D // 32), all_slots, splits), 128, last, constants=tile)
     return y
 
 

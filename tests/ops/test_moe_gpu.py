@@ -14,7 +14,7 @@ BOUND = {"bf16": 8e-3, "fp8": 8e-3, "float": 1e-5}
 
 
 def upload(value):
-    return Fp8(*map(device.upload, value)) if isinstance(value, Fp8) else device.upload(value)
+    return type(value)(*map(upload, value)) if isinstance(value, tuple) else device.upload(value)
 
 
 def quantised(w):
@@ -40,8 +40,16 @@ def layer(R, D, E, F, kind, seed=0):
     return [x, router, gate_up, down], [x.astype(np.float64), router.astype(np.float64), wide_up, wide_down]
 
 
-def run(given, A, norm_topk=True):
-    return device.download(moe.moe(*map(upload, given), A, norm_topk)).astype(np.float64)
+def shared_expert(D, F, kind, seed=1):
+    """The same for a shared expert."""
+    (_, gate, gate_up, down), wide = layer(0, D, 1, F, kind, seed)
+    parts = (Fp8(w.bits[0], w.scale[0]) if isinstance(w, Fp8) else w[0] for w in (gate_up, down))
+    return moe.Shared(gate, *parts), moe.Shared(wide[1], wide[2][0], wide[3][0])
+
+
+def run(given, A, norm_topk=True, shared=None):
+    shared = shared and upload(shared)
+    return device.download(moe.moe(*map(upload, given), A, norm_topk, shared)).astype(np.float64)
 
 
 SIZES = [(1, 128, 4, 128, 2), (3, 256, 6, 144, 3), (40, 272, 3, 48, 2), (9, 72, 5, 40, 2), (100, 64, 1, 16, 1)]
@@ -56,17 +64,50 @@ def test_moe(gpu, kind, R, D, E, F, A):
 
 @pytest.mark.parametrize("kind", BOUND)
 def test_a_row_has_the_same_bits_in_any_company(gpu, kind):
-    given, _ = layer(300, 144, 4, 32, kind)
+    given, _ = layer(128, 1104, 4, 80, kind)
     x, *weights = given
-    many = run(given, 2)
-    for rows in (slice(0, 1), slice(7, 8), slice(3, 20), slice(40, 80), slice(299, 300)):
-        assert np.array_equal(run([x[rows], *weights], 2), many[rows])
-    with mock.patch.object(moe, "PIECE", 64):
-        assert np.array_equal(run(given, 2), many)
+    shared = shared_expert(1104, 80, kind)[0] if kind != "float" else None
+    many = run(given, 2, shared=shared)
+    for rows in (slice(0, 1), slice(7, 8), slice(3, 20), slice(40, 80), slice(30, 128), slice(127, 128)):
+        assert np.array_equal(run([x[rows], *weights], 2, shared=shared), many[rows])
 
 
 @pytest.mark.parametrize("kind", BOUND)
-@pytest.mark.parametrize("R", [5, 50])
+def test_pieces_of_many_rows(gpu, kind):
+    given, _ = layer(300, 64, 4, 32, kind)
+    many = run(given, 2)
+    with mock.patch.object(moe, "PIECE", 160):
+        assert np.array_equal(run(given, 2), many)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("R,D,E,F,A", [*SIZES, (128, 64, 3, 48, 3), (1, 2048, 40, 16, 5)])
+def test_the_shared_expert_among_the_others(gpu, kind, R, D, E, F, A):
+    given, wide = layer(R, D, E, F, kind)
+    shared, wide_shared = shared_expert(D, F, kind)
+    (x, _, gate_up, down), on_gpu = map(upload, given), upload(shared)
+    joined = moe.joins(x, gate_up, down, on_gpu)
+    assert joined == (kind == "bf16" or (D | F) % 16 == 0)
+    if joined:
+        assert relative_error(run(given, A, shared=shared), moe.moe(*wide, A, True, wide_shared)) < BOUND[kind]
+    else:
+        with pytest.raises(KernelError, match="joins"):
+            run(given, A, shared=shared)
+
+
+def test_only_an_expert_like_the_others_joins_them(gpu):
+    host = layer(3, 64, 2, 32, "bf16")[0]
+    x, _, gate_up, down = map(upload, host)
+    shared = upload(shared_expert(64, 32, "bf16")[0])
+    assert moe.joins(x, gate_up, down, shared)
+    assert not moe.joins(x, gate_up, down, upload(shared_expert(64, 16, "bf16")[0]))
+    assert not moe.joins(x, gate_up, down, upload(shared_expert(64, 32, "fp8")[0]))
+    assert not moe.joins(host[0], gate_up, down, shared)
+    assert not moe.joins(upload(layer(129, 64, 1, 8, "bf16")[0][0]), gate_up, down, shared)
+
+
+@pytest.mark.parametrize("kind", BOUND)
+@pytest.mark.parametrize("R", [5, 50, 150])
 def test_nan_rows_spoil_only_themselves_and_need_no_expert(gpu, kind, R):
     given, _ = layer(R, 64, 20, 16, kind)
     x, router, gate_up, down = given
