@@ -129,7 +129,6 @@ class CudaExecutor:
         self.depths: Sequence[int] = [d.depth for d in self._drafting]
 
     def capture(self) -> None:
-        """Captures steps of all sizes in all ways now, instead of each when it is first needed."""
         for size in {min(SMALLEST << i, self._max_rows) for i in range((LARGEST_CAPTURED // SMALLEST).bit_length())}:
             for way in range(1 + len(self._drafting)):
                 self._frame(size, way)

@@ -76,6 +76,10 @@ class Executor(Protocol):
         """Whether the same works may be started again before it is known what the first time gave."""
         ...
 
+    def capture(self) -> None:
+        """Makes ready what small steps need, in every way to draft, instead of each when it is first needed."""
+        ...
+
     def time(self, works: Sequence[Work], way: int, about_s: float, most: int) -> float:
         """Seconds of a step of such works, of a few: of about so many seconds in all, and at most so many steps."""
         ...
@@ -111,6 +115,9 @@ class HostExecutor:
 
     def may_repeat(self, works: Sequence[Work]) -> bool:
         return False
+
+    def capture(self) -> None:
+        pass
 
     def time(self, works: Sequence[Work], way: int, about_s: float, most: int) -> float:
         seconds: list[float] = []

@@ -27,7 +27,7 @@ from boleinfer.sampling import Sampler
 from boleinfer.scheduler import Work, grow
 from boleinfer.state import KVLayer
 
-LIMIT_S = 8.0  # for all of it; sizes for which there is no time are not used then
+LIMIT_S = 6.0  # for all of it; sizes for which there is no time are not used then
 ROUNDS = 4
 CELL_S = 0.01  # of measured steps at a time on a GPU, where that is more than one
 CONTEXTS = 256, 4096
@@ -84,6 +84,7 @@ def measure(executor: Executor, o: Options, limit_s: float = LIMIT_S) -> CostTab
             if isinstance(layer, KVLayer):
                 device.fill(layer.k, 0)
                 device.fill(layer.v, 0)
+    executor.capture()
     scene = _Scene(executor, o)
     try:
         drafts = [_Cell(B, B, short, way) for way in range(1 + len(executor.depths)) for B in batches]
