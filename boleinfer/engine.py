@@ -113,6 +113,8 @@ class Engine:
         variant, planned = self.budget.ways[way].variant, time.perf_counter()
         drawn = self._way if variant else way  # the GPU drafted at the end of the step before
         self._way = way
+        if not any(w.complete for w in works):  # nobody samples, so there is nothing to draft for
+            variant = 0
         return _Step(works, self.executor.start(works, variant), way, drawn, planned, ahead)
 
     def _goes_on(self, step: _Step) -> bool:
