@@ -16,6 +16,7 @@ examples:
   boleinfer bench verify                           what a step of many rows costs there, against one row
   boleinfer bench kernels --only linear            products beside cuBLAS
   boleinfer bench tree --requests 1 32             trees in the delta rule and in attention, beside their floors
+  boleinfer bench speculation                      what drafting gains, and what it costs where nothing is right
   boleinfer bench start                            first token of a new process, loading
   boleinfer bench step --random-weights qwen3.5-27b --rows 16     microseconds of each kernel of a step
 
