@@ -82,7 +82,7 @@ def test_a_level_is_left_out_where_its_time_brings_more_otherwise(monkeypatch):
     shape = Levels(2, 1, 6)
     assert len(grow(shape, [Limits(20, 6)])[1]) == 6, "time does not matter"
     assert len(grow(shape, [Limits(20, 6, pace=100.0)])[1]) == 1, "50 tokens a level: nothing is that likely"
-    assert 1 < len(grow(shape, [Limits(20, 6, pace=0.2)])[1]) < 6, "a tenth of a token: while the nodes are likelier"
+    assert 1 < len(grow(shape, [Limits(20, 6, pace=0.1)])[1]) < 6, "a twentieth of a token: while the nodes bring more"
     assert len(grow(Levels(2, 1, 6), [Limits(20, 6, pace=100.0)])[1]) > 1, "unknown: it is tried"
 
 

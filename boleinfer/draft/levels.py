@@ -12,6 +12,7 @@ import numpy as np
 from boleinfer.draft.base import Limits
 from boleinfer.forest import Tree
 
+BROUGHT = 0.5  # tokens by a pass over a node that is right: not every child is, and all have to be verified, too
 REMEMBERED = 8  # passes, the quickest of which says what one costs: the others met something else on the machine
 
 
@@ -105,9 +106,9 @@ class Levels:
         return [g.tree(lim) for g, lim in zip(growing, limits)]
 
     def _pays(self, growing: list[Growing], chosen: list[list[int]], limits: Sequence[Limits]) -> bool:
-        """Whether a pass may bring more tokens, one for each node that is right, than its time does otherwise."""
+        """Whether a pass brings more tokens than its time does otherwise."""
         likely = sum(g.prob[n] for g, nodes in zip(growing, chosen) for n in nodes)
-        return not self._seconds or likely > limits[0].pace * min(self._seconds)
+        return not self._seconds or BROUGHT * likely > limits[0].pace * min(self._seconds)
 
 
 def top(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -19,7 +19,7 @@ from boleinfer.forest import Forest, Tree
 from boleinfer.request import Request
 from boleinfer.state import State
 
-WAITING_ROWS = 32  # rows of an answer that may wait for the next proposal; a prompt's do not
+WAITING_ROWS = 64  # rows of an answer that may wait for the next proposal; a prompt's do not
 
 
 class MTPDrafter:
