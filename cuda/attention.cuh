@@ -3,8 +3,8 @@
 // A query is one query head of one row; the Ratio heads that read one KV head are neighbours, so that query i of a request
 // is row i / Ratio, head i % Ratio of the group. A tile is up to Rows consecutive queries of one request.
 // The context of a request is cut into splits at fixed slots. A row's part of a split is (o, m, l): o = sum 2^(s - m) v,
-// l = sum 2^(s - m), m = max s, with s in base 2. Parts of one row are joined in the order of the splits, either by the
-// block itself or, where blocks work side by side, by attention_join.cu: the result has the same bits.
+// l = sum 2^(s - m), m = max s, with s in base 2. Parts of one row are joined in the order of the splits, whoever does it:
+// the result has the same bits.
 #pragma once
 
 #include "common.cuh"
