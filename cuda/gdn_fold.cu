@@ -4,14 +4,16 @@
 // than C. With m = 0 nothing is written. What is appended, and the length, is up to gdn_append.cu, which runs behind.
 //   S = e^G S + sum_i e^{G - G_i} k_i u_i^T over the ring, then over the rows when m > C
 //   at = the ring entry where the first row goes, -1 where none goes there
-// Taken in pieces of CHUNK entries, the latest first, so that what comes after an entry is known; G in float64.
+// Taken in pieces of PIECE entries, the latest first, so that what comes after an entry is known; G in float64.
 //
-// grid: Hv, layers: a block works on all requests, which are seldom to be folded. block: 4 * Vt threads, a tile of Vt
-// columns of V at a time; see gdn.cuh for who owns what. shared: 4 CHUNK (Vt + 8) bytes. The state is read once and written
-// once, from and to registers.
+// grid: V / Vt, Hv, layers: a block works on all requests, which are seldom to be folded. block: Warps, at
+// least Vt / 16; see gdn.cuh for who owns what. shared: sizeof(Piece), static. The state is read once and written once.
 //
-// sizes: Act=bf16,float K=16 V=16 Vt=16 | Act=bf16,float K=128 V=128 Vt=32 | Act=bf16,float K=64 V=64 Vt=32
+// sizes: Act=bf16,float K=16 V=16 Vt=16 Warps=4 | Act=bf16,float K=128 V=128 Vt=32 Warps=4
+// sizes: Act=bf16,float K=64 V=64 Vt=32 Warps=4
 #include "gdn.cuh"
+
+constexpr int PIECE = 32;
 
 // What a head folds: the filled entries of its ring, then `rows` accepted rows.
 struct Source {
@@ -22,61 +24,63 @@ struct Source {
 };
 
 struct Piece {
-  float U[CHUNK * Vt];
-  double sum[CHUNK];
-  float kept[CHUNK];
-  int up[CHUNK];
-  const Act* key[CHUNK];
-  const float* factor[CHUNK];
+  float sum[K * Vt];  // what is added to the state, see `place`
+  bf16 keys[KEY_PARTS][PIECE][PITCH];
+  const float* u[PIECE];  // of the block's columns; null where there is none
+  float kept[PIECE];      // e^{G - G_i}
 };
 
-// The u of `count` entries, each scaled by what remains of it, the warp's columns; zeros up to a multiple of 16.
-__device__ __forceinline__ void fetch_faded(float* U, const float* const* from, const float* kept, int count,
-                                            const Lane& me) {
-  const int quarter = me.column + 4 * (threadIdx.x % 2);
-  for (int i = threadIdx.x % WARP / 2; i < (count + 15) / 16 * 16; i += WARP / 2) {
-    Pack<float, 4> u = {};
-    if (i < count) u = load<4>(from[i] + quarter);
+// Adds entries first .. first+n-1 of a head; `later` is the log decay of all entries behind, and then of these too.
+__device__ __forceinline__ void add_piece(Piece& piece, const Source& from, int first, int n, double& later, int v0,
+                                          const Lane& me) {
+  const int entry = first + me.lane;
+  const bool used = me.lane < n, held = entry < from.ring;
+  const long long at = !used ? 0 : held ? entry : from.row[entry - from.ring];
+  const double own = used ? clamped((held ? from.ring_g : from.g)[at * from.Hv]) : 0.0;
+  double after = own;  // of this entry and those behind it
 #pragma unroll
-    for (int j = 0; j < 4; j++) u.v[j] = i < count ? u.v[j] * kept[i] : 0.0f;
-    store<4>(U + at(i, quarter), u);
+  for (int reach = 1; reach < WARP; reach *= 2) {
+    const double more = __shfl_down_sync(ALL_LANES, after, reach);
+    if (me.lane + reach < WARP) after += more;
   }
-}
-
-// Columns v0 .. v0+Vt-1 of a head's state S [K, V].
-__device__ __forceinline__ void fold_tile(float* S, const Source& from, int v0, Piece& piece, const Lane& me) {
-  State state = {};
-  double later = 0.0;  // log decay of all entries after the piece
-  for (int end = from.ring + from.rows; end > 0; end -= CHUNK) {
-    const int first = max(0, end - CHUNK), n = end - first;
-    for (int i = threadIdx.x; i < CHUNK; i += THREADS) {
-      const int entry = first + i;
-      const bool held = entry < from.ring;
-      const long long at = i >= n ? 0 : held ? entry : from.row[entry - from.ring];
-      piece.key[i] = i >= n ? nullptr : (held ? from.ring_k : from.k) + at * from.Hk * K;
-      piece.factor[i] = (held ? from.ring_u : from.u) + at * from.Hv * V + v0;
-      piece.sum[i] = i >= n ? 0.0 : clamped((held ? from.ring_g : from.g)[at * from.Hv]);
-      piece.up[i] = i - 1;
+  if (me.warp == 0) {
+    piece.u[me.lane] = used ? (held ? from.ring_u : from.u) + at * from.Hv * V + v0 : nullptr;
+    piece.kept[me.lane] = expf(float(later + (after - own)));
+  }
+  later += __shfl_sync(ALL_LANES, after, 0);
+  gather(piece.keys, (n + TILE - 1) / TILE * TILE, from.k, me, [&](int i) -> const Act* {
+    if (i >= n) return nullptr;
+    const long long e = first + i, held = from.ring;
+    return e < held ? from.ring_k + e * from.Hk * K : from.k + (long long)from.row[e - held] * from.Hk * K;
+  });
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();
+  for (int tile = 0; me.owner && tile < n; tile += TILE) {
+    float u[2][4];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const int token = tile + 8 * i + 2 * me.quad + e;
+        const float* at = piece.u[token];
+        const float2 two = at ? load_two(at + me.pair) : float2{0.0f, 0.0f};
+        u[i][e] = piece.kept[token] * two.x, u[i][2 + e] = piece.kept[token] * two.y;
+      }
     }
-    __syncthreads();
-    sum_paths<CHUNK>(piece.sum, piece.up, n);
-    const double whole = piece.sum[n - 1];
-    for (int i = threadIdx.x; i < n; i += THREADS) piece.kept[i] = expf(float(later + (whole - piece.sum[i])));
-    later += whole;
-    __syncthreads();
-    fetch_faded(piece.U, piece.factor, piece.kept, n, me);
-    __syncwarp();
-    absorb(state, piece.key, piece.U, (n + 15) / 16 * 16, me);
-    __syncthreads();
-  }
-
-  const float faded = expf(float(later));
+    unsigned parts[3][4];
+    operand(parts, u[0], u[1]);
 #pragma unroll
-  for (int j = 0; j < SHARE; j++) {
-    float* here = S + (SHARE * me.row + j) * V + v0 + me.pair;
-    const float2 old = load_two(here);
-    store_two(here, fmaf(faded, old.x, state[j / 2][j % 2 * 2]), fmaf(faded, old.y, state[j / 2][j % 2 * 2 + 1]));
+    for (int j = 0; j < K / 16; j++) {
+      Keys8 s[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) read_keys(s[i], piece.sum, 2 * j + i, me);
+      absorb(s, parts, piece.keys, tile, j, me.lane);
+#pragma unroll
+      for (int i = 0; i < 2; i++) write_keys(piece.sum, s[i], 2 * j + i, me);
+    }
   }
+  __syncthreads();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn_fold(
@@ -100,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn_fold(
     int C)
 {
   __shared__ __align__(16) Piece piece;
-  const int h = blockIdx.x, layer = blockIdx.y, hk = h / (Hv / Hk);
+  const int v0 = blockIdx.x * Vt, h = blockIdx.y, layer = blockIdx.z, hk = h / (Hv / Hk);
 
   const int mine = min(int(threadIdx.x), B - 1), first = slot[mine] < 0 ? 0 : length[slot[mine]];  // most often all
   after_previous();
@@ -109,10 +113,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn_fold(
     const int m = count[b], held = m <= 0 ? 0 : b < THREADS ? first : length[slot[b]];
     const bool overflows = m > 0 && held + m > C;
     full |= overflows;
-    if (h == 0 && layer == 0) at[b] = m > C ? -1 : overflows ? 0 : held;
+    if (v0 + h + layer == 0) at[b] = m > C ? -1 : overflows ? 0 : held;
   }
   if (!__syncthreads_or(full)) return;
 
+  const Lane me = this_lane();
   for (int b = 0; b < B; b++) {
     const int m = count[b], held = m > 0 ? length[slot[b]] : 0;
     if (m <= 0 || held + m <= C) continue;
@@ -120,8 +125,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn_fold(
     const Source from = {ring_k + (entry * Hk + hk) * K, k[layer] + hk * K, ring_u + (entry * Hv + h) * V,
                          u[layer] + h * V, ring_g + entry * Hv + h, g[layer] + h, row + start[b], held,
                          m > C ? m : 0, Hk, Hv};
-    float* state = S + (s * Hv + h) * K * V;
-    for (int i = threadIdx.x; i < K * V / 8; i += THREADS) prefetch(state + 8 * i);
-    for (int v0 = 0; v0 < V; v0 += Vt) fold_tile(state, from, v0, piece, this_lane());
+    float* own = S + (s * Hv + h) * K * V + v0;
+    for (int i = threadIdx.x; i < K * Vt / 8; i += THREADS) prefetch(own + i / (Vt / 8) * V + i % (Vt / 8) * 8);
+    for (int i = threadIdx.x; i < K * Vt; i += THREADS) piece.sum[i] = 0.0f;
+    double later = 0.0;
+    for (int end = held + from.rows; end > 0; end -= PIECE) {
+      const int begin = max(0, end - PIECE);
+      add_piece(piece, from, begin, end - begin, later, v0, me);
+    }
+    const float kept = expf(float(later));
+    for (int word = threadIdx.x; word < K * Vt / 4; word += THREADS) {
+      const int i = word / (Vt / 4), v = word % (Vt / 4) * 4;
+      auto state = load<4>(own + i * V + v);
+      const auto sum = load<4>(piece.sum + place(i, v));
+#pragma unroll
+      for (int c = 0; c < 4; c++) state.v[c] = fmaf(kept, state.v[c], sum.v[c]);
+      store<4>(own + i * V + v, state);
+    }
+    __syncthreads();
   }
 }

@@ -1,15 +1,18 @@
-// The gated delta rule for a request with a single row, plain decoding: by FMA, the state from memory to registers.
+// The gated delta rule for a request with a single row, plain decoding: by FMA on the state in shared memory.
 //
-// A block has 16 groups of Vt / 4 threads; a thread owns four columns of V, of K / 16 keys of the state and of every
-// 16th ring entry. Eight threads make the scores of one ring entry, whose key is copied to shared memory, every warp the
-// decays. The groups' sums are added in
-// pairs of neighbours, first in the warp, then across warps, so that they do not depend on Vt.
+// Keys of the state are dealt out to 16 groups, K / 16 neighbours each, and ring entries in turn. Vt / 4 threads take a
+// group or, where threads are few, two neighbouring ones; each owns four columns of V. Eight threads make the scores of one
+// ring entry; keys and u of the ring are copied to shared memory. The groups' sums are added in pairs of neighbours, in the
+// thread, in the warp, then across warps, so that they do not depend on Vt.
 #pragma once
 
 #include "gdn.cuh"
 
 constexpr int GROUPS = 16;
+constexpr int MEMBERS = THREADS < 4 * Vt ? THREADS : 4 * Vt;  // threads that take part in the sums
+constexpr int EACH = 4 * Vt / MEMBERS;                        // groups of a thread
 constexpr int EACH_KEYS = K / GROUPS, EACH_RING = CHUNK / GROUPS;
+constexpr int SHARE = K / 8;                                                  // numbers of a key for each of eight threads
 constexpr int PIECE = SHARE < PER_16_BYTES<Act> ? SHARE : PER_16_BYTES<Act>;  // numbers of a key that are moved at once
 constexpr int PIECES = SHARE / PIECE;                                         // of a key, for each of eight threads
 
@@ -18,7 +21,7 @@ struct Row {
   const Act* k;         // [K]
   const Act* v;         // of the tile's first column
   const float *g, *beta;
-  const float* S;       // [K, V] from the tile's first column
+  const float* S;       // [K, Vt] in shared memory, see `place`; under way
   const Act* ring_k;    // [C, Hk, K] of the head
   const float* ring_u;  // [C, Hv, V] of the head, from the tile's first column
   const float* ring_g;  // [C, Hv] of the head
@@ -119,82 +122,104 @@ __device__ __forceinline__ void score_ring(float* score, const Act* keys, const 
 }
 
 // o and u of the tile's columns of one row. What is remembered is on its way before the previous kernel is done.
-// memory: shared, 4 (3 (CHUNK + 2) - 2 + 2 Vt WARPS) bytes, then the ring's keys.
-__device__ __forceinline__ void one_row(const Row& row, float* memory, int Hk, int Hv) {
-  float* score = memory;                   // [2, CHUNK + 1]
-  float* fade = score + 2 * (CHUNK + 1);   // [CHUNK + 2]
-  float* part = fade + CHUNK + 2;          // [WARPS, 2, Vt]
-  Act* keys = reinterpret_cast<Act*>(part + WARPS * 2 * Vt);  // [ring, K]
-  const int column = threadIdx.x % (Vt / 4) * 4, group = threadIdx.x / (Vt / 4);
+// memory: shared, 4 (3 (CHUNK + 2) - 2 + Vt MEMBERS / 16) bytes, then the ring's u and keys.
+template <class Next>
+__device__ __forceinline__ void one_row(const Row& row, float* memory, int Hk, int Hv, Next next) {
+  float* part = memory;                                         // [MEMBERS / WARP, 2, Vt]
+  float* score = part + MEMBERS / WARP * 2 * Vt;                // [2, CHUNK + 1]
+  float* fade = score + 2 * (CHUNK + 1);                        // [CHUNK + 2]
+  float* ring = fade + CHUNK + 2;                               // [ring, Vt]
+  Act* keys = reinterpret_cast<Act*>(ring + row.ring * Vt);     // [ring, K]
+  const Lane me = this_lane();
+  const int thread = WARP * me.warp + me.lane, column = thread % (Vt / 4) * 4, group = thread / (Vt / 4) * EACH;
+  const bool member = thread < MEMBERS;
 
-  Pack<float, 4> s[EACH_KEYS], ring[EACH_RING];
-#pragma unroll
-  for (int j = 0; j < EACH_KEYS; j++) s[j] = load<4>(row.S + (group * EACH_KEYS + j) * V + column);
   fetch_keys(keys, row, Hk);
-#pragma unroll
-  for (int j = 0; j < EACH_RING; j++) {
-    const int i = group + GROUPS * j;
-    if (i < row.ring) ring[j] = load<4>(row.ring_u + (long long)i * Hv * V + column);
+  for (int word = thread; word < row.ring * (Vt / 4); word += THREADS) {
+    const int i = word / (Vt / 4), v = word % (Vt / 4) * 4;
+    cp_async16(ring + i * Vt + v, row.ring_u + (long long)i * Hv * V + v, true);
   }
+  cp_async_commit();
   const Decays decays(row, Hv);
   after_previous();
-  if (!row.used) return;
+  if (!row.used) return next();
 
   const float value = threadIdx.x < Vt ? to_float(row.v[threadIdx.x]) : 0.0f, beta = *row.beta;
-  const auto q = load<EACH_KEYS>(row.q + group * EACH_KEYS), k = load<EACH_KEYS>(row.k + group * EACH_KEYS);
+  Pack<Act, EACH_KEYS> x[2][EACH] = {};  // of q and k
+#pragma unroll
+  for (int e = 0; e < EACH; e++) {
+    if (!member) continue;
+    x[0][e] = load<EACH_KEYS>(row.q + (group + e) * EACH_KEYS);
+    x[1][e] = load<EACH_KEYS>(row.k + (group + e) * EACH_KEYS);
+  }
   const double last = clamped(*row.g);
   score_ring(score, keys, row);
   if (threadIdx.x < WARP) decays.fades(fade, row.ring, last);
   __syncthreads();
 
-  // x = e^G S^T x + sum over the ring of e^{G - G_i} (k_i . x) u_i, for q and k
-  float x[2][4] = {};
-#pragma unroll
-  for (int j = 0; j < EACH_KEYS; j++) {
-#pragma unroll
-    for (int c = 0; c < 4; c++) {
-      x[0][c] = fmaf(to_float(q.v[j]), s[j].v[c], x[0][c]);
-      x[1][c] = fmaf(to_float(k.v[j]), s[j].v[c], x[1][c]);
-    }
-  }
+  // e^G S^T x + sum over the ring of e^{G - G_i} (k_i . x) u_i, of q and k
   const float whole = fade[row.ring + 1];
+  float sum[EACH][2][4] = {};
 #pragma unroll
-  for (int n = 0; n < 2; n++) {
+  for (int e = 0; e < EACH; e++) {
+    if (!member) continue;
 #pragma unroll
-    for (int c = 0; c < 4; c++) x[n][c] *= whole;
+    for (int j = 0; j < EACH_KEYS; j++) {
+      const auto s = load<4>(row.S + place((group + e) * EACH_KEYS + j, column));
 #pragma unroll
-    for (int j = 0; j < EACH_RING; j++) {
-      const int i = group + GROUPS * j;
-      if (i < row.ring) {
-        const float weight = score[n * (CHUNK + 1) + i] * fade[i];
+      for (int c = 0; c < 4; c++) {
 #pragma unroll
-        for (int c = 0; c < 4; c++) x[n][c] = fmaf(weight, ring[j].v[c], x[n][c]);
+        for (int n = 0; n < 2; n++) sum[e][n][c] = fmaf(to_float(x[n][e].v[j]), s.v[c], sum[e][n][c]);
       }
     }
 #pragma unroll
+    for (int n = 0; n < 2; n++) {
+#pragma unroll
+      for (int c = 0; c < 4; c++) sum[e][n][c] *= whole;
+#pragma unroll
+      for (int j = 0; j < EACH_RING; j++) {
+        const int i = group + e + GROUPS * j;
+        if (i < row.ring) {
+          const float weight = score[n * (CHUNK + 1) + i] * fade[i];
+          const auto u = load<4>(ring + i * Vt + column);
+#pragma unroll
+          for (int c = 0; c < 4; c++) sum[e][n][c] = fmaf(weight, u.v[c], sum[e][n][c]);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < 2; n++) {
+#pragma unroll
     for (int c = 0; c < 4; c++) {
 #pragma unroll
-      for (int lanes = Vt / 4; lanes < WARP; lanes *= 2) x[n][c] += __shfl_xor_sync(ALL_LANES, x[n][c], lanes);
-    }
-    if (threadIdx.x % WARP < Vt / 4) {
+      for (int step = 1; step < EACH; step *= 2) {
 #pragma unroll
-      for (int c = 0; c < 4; c++) part[(threadIdx.x / WARP * 2 + n) * Vt + column + c] = x[n][c];
+        for (int e = 0; e < EACH; e += 2 * step) sum[e][n][c] += sum[e + step][n][c];
+      }
+#pragma unroll
+      for (int lanes = Vt / 4; lanes < WARP; lanes *= 2) sum[0][n][c] += __shfl_xor_sync(ALL_LANES, sum[0][n][c], lanes);
+    }
+    if (member && threadIdx.x % WARP < Vt / 4) {
+      float* to = part + (2 * me.warp + n) * Vt + column;
+      *reinterpret_cast<float4*>(to) = make_float4(sum[0][n][0], sum[0][n][1], sum[0][n][2], sum[0][n][3]);
     }
   }
   __syncthreads();
+  next();
 
   // u = beta (v - x_k), o = x_q + (k . q) u
   if (threadIdx.x < Vt) {
     float sum[2];
 #pragma unroll
     for (int n = 0; n < 2; n++) {
-      float of_warp[WARPS];
+      float of_warp[MEMBERS / WARP];
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) of_warp[w] = part[(2 * w + n) * Vt + threadIdx.x];
+      for (int w = 0; w < MEMBERS / WARP; w++) of_warp[w] = part[(2 * w + n) * Vt + threadIdx.x];
 #pragma unroll
-      for (int step = 1; step < WARPS; step *= 2) {
+      for (int step = 1; step < MEMBERS / WARP; step *= 2) {
 #pragma unroll
-        for (int w = 0; w < WARPS; w += 2 * step) of_warp[w] += of_warp[w + step];
+        for (int w = 0; w < MEMBERS / WARP; w += 2 * step) of_warp[w] += of_warp[w + step];
       }
       sum[n] = of_warp[0];
     }

@@ -178,34 +178,49 @@ def gdn(
 # ---- the GPU ---------------------------------------------------------------------------------------------------------
 
 WIDTHS = 16, 32, 64, 128  # of K and V that the kernels are for
+# Columns of V of a block, its warps, and how many columns before a window's own it takes at once (gdn.cu)
+WIDE, NARROW, NARROWEST = (128, 8, 16), (32, 4, 64), (32, 4, 16)
+BLOCKS = 2  # of a multiprocessor
+MANY_HEADS = 192  # of all requests: where wide blocks still fill the device
 
 
-def _tiles(k: Array, S: Array, ring: Ring, B: int) -> tuple[dict[str, Any], tuple[int, int, int], int]:
-    """Constants, grid and block: a block takes up to 32 columns of V of one head, 16 where few blocks would run."""
+def _tiles(k: Array, S: Array, ring: Ring, B: int) -> tuple[dict[str, Any], int, int]:
+    """Constants, grid and block: the first choice that fits; blocks stay and take one head's columns after another."""
     (Hv, K, V), C = S.shape[1:], ring.k.shape[1]
     if K not in WIDTHS or V not in WIDTHS or C > CHUNK:
         raise KernelError(f"gdn: K={K}, V={V}, a ring of {C}; the GPU takes K, V in {WIDTHS} and rings up to {CHUNK}")
-    width = min(V, 32 if B * Hv * V >= 4096 else 16)
-    constants = {"Act": device.c_type(k), "K": K, "V": V, "Vt": width}
-    return constants, (V // width, Hv, B), 4 * width
+    wide = k.itemsize == 2 and WIDE[0] == V and B * Hv >= MANY_HEADS
+    for width, warps, panel in (WIDE, NARROW, NARROWEST)[not wide :]:
+        width = min(width, V)
+        constants = {"Act": device.c_type(k), "K": K, "V": V, "Vt": width, "Warps": warps, "Panel": panel}
+        if BLOCKS * _shared(constants, C) <= device.shared_bytes():
+            break
+    return constants, min(B * Hv * V // width, BLOCKS * device.multiprocessors()), 32 * warps
+
+
+def _shared(constants: dict[str, Any], C: int) -> int:
+    """Bytes of dynamic shared memory: Memory in gdn.cu, or the state and what one_row in gdn_row.cuh takes."""
+    K, Vt, panel, act = (constants[name] for name in ("K", "Vt", "Panel", "Act"))
+    item, key_parts, parts, rows = (2, 1, 2, 32) if act == "bf16" else (4, 3, 3, 16)
+    keys = 2 * key_parts * (2 * rows * (1 if Vt > 32 else 2) + panel) * (K + 8)
+    weights = 4 * parts * rows * (panel + rows + 8) + rows // 16 * (6 * 16 * 24 + 4 * 16 * 16)
+    window = keys + weights + 8 * (CHUNK + TREE_ROWS) + (16 + 8) * rows + 16 + 16
+    threads = min(4 * Vt, 32 * constants["Warps"])
+    return 4 * K * Vt + max(window, 4 * (3 * CHUNK + 4 + Vt * threads // 16) + C * (K * item + 4 * Vt))
 
 
 def _launch(
     q: Array, k: Array, v: Array, g: Array, beta: Array, S: Array, ring: Ring, slot: Array, forest: DeviceForest
 ) -> tuple[Array, Array]:
-    (R, Hk, K), Hv, C, B = k.shape, v.shape[1], ring.k.shape[1], len(forest.chain)
+    (R, Hk, _), Hv, C, B = k.shape, v.shape[1], ring.k.shape[1], len(forest.chain)
     o, u = device.empty(v.shape, v.dtype), device.empty(v.shape, np.float32)
     constants, grid, block = _tiles(k, S, ring, B)
-    columns = sum(-(-n // BLOCK) * BLOCK for n in (C, min(R, TREE_ROWS)))
-    pitch = columns + 16 * (columns % 32 == 0)
-    shared = 4 * constants["Vt"] * (K + columns) + 8 * BLOCK * pitch + 20 * columns + 16 * TREE_ROWS
-    width = constants["Vt"]
-    of_one_row = 4 * (3 * CHUNK + 4 + width * width // 4) + C * K * k.itemsize  # gdn_row.cuh
     args = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "S": S, "slot": slot, "o": o, "u": u, "Hk": Hk, "Hv": Hv}
-    args |= {"ring_k": ring.k, "ring_u": ring.u, "ring_g": ring.g, "length": ring.length, "C": C, "Cols": columns}
+    args |= {"ring_k": ring.k, "ring_u": ring.u, "ring_g": ring.g, "length": ring.length, "C": C, "B": B}
     args |= {name: getattr(forest, name) for name in ("start", "chain", "parent", "request", "ancestors")}
     if R and B:
-        kernels.launch("gdn.cu", "gdn", grid, block, args, shared=max(shared, of_one_row), constants=constants)
+        shared = _shared(constants, C)
+        kernels.launch("gdn.cu", "gdn", grid, block, args, shared=shared, constants=constants)
     return o, u
 
 

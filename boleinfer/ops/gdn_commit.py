@@ -128,13 +128,13 @@ def _launch(
     Cc, parts = window.shape[3], -(-window.shape[3] // CHANNELS)
     appended = {"Cc": Cc, "Ldx": x[0].strides[0] // x[0].itemsize, "K": K, "V": V, "Parts": parts}
     width = min(V, 32)
-    of_append, of_fold = {"W": window.shape[2] + 1, "Act": act}, {"Act": act, "K": K, "V": V, "Vt": width}
+    of_append, of_fold = {"W": window.shape[2] + 1, "Act": act}, {"Act": act, "K": K, "V": V, "Vt": width, "Warps": 4}
     pieces = [slice(first, first + MOST_EACH) for first in range(0, layers, MOST_EACH)]
     for piece in pieces:
         n = len(k[piece])
         args = {"k": list(k[piece]), "u": list(u[piece]), "g": list(g[piece]), "S": S[piece], "B": B, **requests}
         args |= {"ring_k": ring.k[piece], "ring_u": ring.u[piece], "ring_g": ring.g[piece]}
-        kernels.launch("gdn_fold.cu", "gdn_fold", (Hv, n), 4 * width, args, constants=of_fold)
+        kernels.launch("gdn_fold.cu", "gdn_fold", (V // width, Hv, n), 128, args, constants=of_fold)
     for piece in pieces:
         n = len(k[piece])
         args = {"x": list(x[piece]), "k": list(k[piece]), "u": list(u[piece]), "g": list(g[piece]), **requests}

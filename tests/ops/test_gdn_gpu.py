@@ -233,6 +233,35 @@ def test_identical_keys_without_decay_lose_no_digits(gpu, act, beta):
         memory.step(rng, Envelope(rng, [some.chain(64), [*some.chain(40), *[39] * 20]]))
 
 
+@pytest.mark.parametrize("gates", ["none", "mild", "extreme"])
+@pytest.mark.parametrize("alike", [False, True])
+def test_the_committed_state_after_many_tokens(gpu, gates, alike):
+    """Random trees, random accepted paths, beta near 1: no further from the float64 recurrence than 2e-5."""
+    rng = np.random.default_rng(7)
+    memory, accepted = Memory(rng, "bf16", 1, 32, 1, 1, 32, 32), []
+    commit_nodes = memory.commit
+
+    def rows(rng, R, hard):
+        q, k, v, g, beta = Memory.rows(memory, rng, R, hard)
+        keys = 1 + 0.03 * rng.standard_normal(k.shape) if alike else rng.standard_normal(k.shape)
+        k = (keys / np.linalg.norm(keys, axis=-1, keepdims=True)).astype(k.dtype)
+        chosen = {"none": [0], "mild": [0, -0.01, -0.1], "extreme": [0, -1e-6, -1, -88, -1e4, -np.inf]}[gates]
+        return [q, k, v, rng.choice(chosen, g.shape).astype(np.float32), (1 - beta / 100).astype(np.float32)]
+
+    def commit_and_count(envelope, on, rows, factors, nodes):
+        accepted.extend(nodes[0])
+        commit_nodes(envelope, on, rows, factors, nodes)
+
+    memory.rows, memory.commit = rows, commit_and_count
+    while len(accepted) < (8192 if gpu == "cuda" else 1000):
+        memory.step(rng, Envelope(rng, [[int(rng.integers(max(-1, i - 3), i)) for i in range(40)]]))
+    S, ring = device.download(memory.S), Ring(*map(device.download, memory.ring))
+    ring = Ring(*(x.astype(np.float64) for x in ring[:3]), ring.length)
+    state = fold(S[memory.slot[0]].astype(np.float64), *ring.filled(memory.slot[0]))
+    error = np.linalg.norm(state - memory.states[0]) / np.linalg.norm(memory.states[0])
+    assert error < 2e-5, f"{error:.1e} after {len(accepted)} tokens"
+
+
 @pytest.mark.parametrize("act", BOUND)
 def test_a_tree_does_not_depend_on_its_company(gpu, act):
     rng = np.random.default_rng(2)
@@ -260,12 +289,12 @@ def test_the_width_of_a_tile_changes_no_bit(gpu, act, monkeypatch):
         memory.step(rng, Envelope(rng, [some.chain(9), some.chain(3), some.binary(20)]))
     envelope = Envelope(rng, [some.binary(30), some.chain(70), [-1]], holes=False)
     rows, results = [envelope.rows(x) for x in memory.rows(rng, len(envelope.forest), False)], []
-    for width in (16, 32):
-        constants = {"Act": act, "K": 32, "V": 64, "Vt": width}
-        monkeypatch.setattr(ops, "_tiles", lambda *_, c=constants, w=width: (c, (64 // w, 2, 3), 4 * w))
+    for width in (16, 32, 64):
+        constants = {"Act": act, "K": 32, "V": 64, "Vt": width, "Warps": 4, "Panel": 16}
+        monkeypatch.setattr(ops, "_tiles", lambda *_, c=constants, w=width: (c, 64 // w * 2 * 2, 128))
         out = gdn(*rows, memory.S, memory.ring, memory.device_slot, envelope.upload())
         results.append([device.download(x).tobytes() for x in out])
-    assert results[0] == results[1]
+    assert results[0] == results[1] == results[2]
 
 
 def test_what_the_kernels_do_not_take_is_refused(gpu):
