@@ -148,7 +148,7 @@ class Engine:
         waited, tail = began - self._ended, self._tail
         self._ended, self._tail = ended, ended - verified
         if not works or not all(w.decodes for w, _ in works):
-            self._tail = 0.0  # what follows a piece of a prompt, such as the MTP layer reading it, is no cost of drafting
+            self._tail = 0.0  # what follows a piece of a prompt is no cost of drafting
             return
         seconds = verified - began + tail
         if step.ahead:  # it ran while the step before was taken in
