@@ -27,6 +27,7 @@ PRIOR_RATE, PRIOR_TRIES = 0.7, 4.0  # what is believed of a guess before any was
 RECENT = 24.0  # steps after which a record counts a third
 SURER = 1.03  # how much faster another way must look
 SETTLING = 2  # steps of one or two requests after which the ways are compared again
+STAY = 5  # comparisons before a way to draft that was chosen is left, except for one that was tried
 TRIED = 3  # steps of a try that count
 PACE_STEPS, SAME_PACE, OUTLIER = 8, 2.0, 4.0  # steps that the pace is of; that all ways share it; beyond which none is
 SHORTEST_PAUSE, MOST_DOUBLINGS = 8, 2  # steps between two tries at least; each that is in vain doubles them
@@ -87,7 +88,7 @@ class _Record:
     slow: float = 0.0  # seconds against the table's and the pace of all ways at the time
     draft_s: float = 0.0  # of the host, at the table's pace
     vain: int = 0  # tries in vain, one after another
-    since: int = 0  # steps since it was last in use
+    since: int = 1  # steps since it was last in use
     due: int = 8 * SHORTEST_PAUSE
 
     def fade(self, keep: float) -> None:
@@ -113,6 +114,7 @@ class Budget:
     _timed: int = 0
     _pace_now: float = 1.0  # seconds of steps against the table's: what else the machine does slows all ways
     _steps: int = 0
+    _held: int = 0  # comparisons since the best way was chosen
     _surprise: tuple[float, float] = UNSURPRISED
 
     def __post_init__(self) -> None:
@@ -209,7 +211,9 @@ class Budget:
         told = self.costs.one_s(news.rows, news.batch, news.context)
         told += self.costs.draft_s(self.ways[news.way].variant, news.batch)
         ratio = (news.seconds - news.draft_s) / told
-        if not ratio < (OUTLIER * self._pace_now if self._timed else math.inf):  # a capture, or nobody asked for it
+        if r.since or not math.isfinite(ratio):  # the first step in a way has to catch up; or nobody asked for it
+            return
+        if self._timed and news.seconds > OUTLIER * self._pace_now * told:  # a graph was captured, a prompt caught up
             return
         self._timed += 1
         if self._timed == 1:
@@ -244,8 +248,9 @@ class Budget:
         """Goes over to the fastest way; one that was left, or tried in vain, has to wait."""
         before, speeds = self._best, [self.speed(i, news.batch, news.context) for i in range(len(self.ways))]
         fastest = int(np.argmax(speeds))
-        if speeds[fastest] > SURER * speeds[before]:
-            self._best = fastest
+        self._held += 1
+        if speeds[fastest] > SURER * speeds[before] and (self._held >= STAY or tried is not None or not before):
+            self._best, self._held = fastest, 0
         for i in {before, tried} - {None, 0, self._best}:
             assert i is not None
             r = self._records[i]
