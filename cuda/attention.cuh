@@ -3,8 +3,8 @@
 // A query is one query head of one row; the Ratio heads that read one KV head are neighbours, so that query i of a request
 // is row i / Ratio, head i % Ratio of the group. A tile is up to Rows consecutive queries of one request.
 // The context of a request is cut into splits at fixed slots. A row's part of a split is (o, m, l): o = sum 2^(s - m) v,
-// l = sum 2^(s - m), m = max s, with s in base 2. Parts of one row are joined in the order of the splits, whoever does it:
-// the result has the same bits.
+// l = sum 2^(s - m), m = max s, with s in base 2. Parts of one row are joined in the order of the splits, either by the
+// block itself or, where blocks work side by side, by attention_join.cu: the result has the same bits.
 #pragma once
 
 #include "common.cuh"
@@ -15,19 +15,16 @@ constexpr float LOG2_E = 1.4426950408889634f;
 
 // ---- splits: 64 slots each up to 2048, then 16 for every doubling ---------------------------------------------------
 
-constexpr int TILE = 64;      // slots: all splits begin and end at multiples of it
-constexpr int SINGLE = 2048;  // up to here each split is one such tile
-
 __device__ __forceinline__ int split_of(int slot) {
-  if (slot < SINGLE) return slot / TILE;
-  const int octave = 31 - __clz(slot / SINGLE);
-  return 32 + 16 * octave + ((slot - (SINGLE << octave)) >> (7 + octave));
+  if (slot < 2048) return slot / 64;
+  const int octave = 31 - __clz(slot / 2048);
+  return 32 + 16 * octave + ((slot - (2048 << octave)) >> (7 + octave));
 }
 
 __device__ __forceinline__ int split_begin(int split) {
-  if (split < 32) return split * TILE;
+  if (split < 32) return split * 64;
   const int octave = (split - 32) / 16;
-  return (SINGLE << octave) + ((split - 32) % 16 << (7 + octave));
+  return (2048 << octave) + ((split - 32) % 16 << (7 + octave));
 }
 
 // ---- parts -----------------------------------------------------------------------------------------------------------
@@ -41,7 +38,7 @@ __device__ __forceinline__ float2 join_factors(float& m, float later) {
 }
 
 __device__ __forceinline__ float joined(float earlier, float later, float2 factor) {
-  return fmaf(later, factor.y, __fmul_rn(earlier, factor.x));
+  return fmaf(earlier, factor.x, __fmul_rn(later, factor.y));
 }
 
 // ---- tiles -----------------------------------------------------------------------------------------------------------
@@ -53,10 +50,10 @@ struct Trees {
   const int* chain;           // [B]
   const int* start;           // [B+1]
   const int* committed;       // [B]
-  int B, Rq;
+  int B;
 };
 
-struct QueryTile {
+struct Tile {
   int request;  // -1: nothing to do
   int q_row;    // row of q of the request's query 0
   int row;      // its row in the forest
@@ -70,8 +67,8 @@ struct QueryTile {
   int step;     // from a row's first part to the next row's: number of its parts
 };
 
-// x of all threads before this one, added up; `all` becomes that of all threads. At most 8 full warps.
-__device__ __forceinline__ int2 block_before(int2 x, int2& all) {
+// x of all threads before this one, added up. At most 8 full warps.
+__device__ __forceinline__ int2 block_before(int2 x) {
   __shared__ int2 total[8];
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   int2 sum = x;
@@ -81,55 +78,55 @@ __device__ __forceinline__ int2 block_before(int2 x, int2& all) {
   }
   if (lane == WARP - 1) total[warp] = sum;
   __syncthreads();
-  all = int2{0, 0};
-  for (int w = 0; w < blockDim.x / WARP; w++) {
-    if (w == warp) sum = int2{sum.x + all.x, sum.y + all.y};
-    all = int2{all.x + total[w].x, all.y + total[w].y};
-  }
+  for (int w = 0; w < warp; w++) sum = int2{sum.x + total[w].x, sum.y + total[w].y};
   return int2{sum.x - x.x, sum.y - x.y};
 }
 
 // The request's parts: `Splits` a row while its rows, of which `before` are taken, fit into Room, else one a row.
-__device__ __forceinline__ void place_parts(QueryTile& tile, int N, int before, int Room, int Splits) {
+__device__ __forceinline__ void place_parts(Tile& tile, int N, int before, int Room, int Splits) {
   const bool side_by_side = N <= TREE_ROWS && before + N <= Room;
   tile.step = side_by_side ? Splits : 1;
   tile.part = side_by_side ? before * Splits : Room * Splits + tile.q_row;
 }
 
-// Tiles of `Rows` queries: the one whose number choose(how many there are) gives, the earliest request's first. All
-// threads together; every thread gets the same. With a request, or an entry of `rows`, a thread or fewer all that it
-// reads lies two waits away.
-template <class Choose>
-__device__ __forceinline__ QueryTile find_tile(const Trees& f, int Rows, int Ratio, int Room, int Splits, int Slots, Choose choose) {
-  __shared__ QueryTile found;
+// The index-th tile of `Rows` queries. All threads together; every thread gets the same. With a request a thread or fewer
+// all that it reads lies one wait away.
+__device__ __forceinline__ Tile find_tile(const Trees& f, int index, int Rows, int Ratio, int Room, int Splits, int Slots) {
+  __shared__ Tile found;
   if (threadIdx.x == 0) found.request = -1;
-  const int count = f.rows == nullptr ? f.B : f.Rq, each = (count + blockDim.x - 1) / blockDim.x;
-  const int lo = min(count, int(threadIdx.x) * each), hi = min(count, lo + each);
-  // of a request, or of the request of an entry of `rows`: rows that attend together, tiles, whether it may have parts
-  const auto rows_of = [&](int i) {
-    if (f.rows == nullptr) return f.start[i + 1] - f.start[i];
-    const int row = f.rows[i];
-    return row >= 0 && f.request[row] >= 0 ? 1 : 0;
-  };
-  const auto sizes = [&](int N) { return int2{(N * Ratio + Rows - 1) / Rows, N <= TREE_ROWS ? N : 0}; };
-  int2 mine = {0, 0}, all;
-  for (int i = lo; i < hi; i++) {
-    const int2 size = sizes(rows_of(i));
-    mine = int2{mine.x + size.x, mine.y + size.y};
-  }
-  int2 before = block_before(mine, all);
-  const int index = choose(all.x);
-  if (before.x <= index && index < before.x + mine.x) {
-    int i = lo, N = rows_of(i);
-    for (int2 size; size = sizes(N), index >= before.x + size.x; N = rows_of(++i)) {
-      before = int2{before.x + size.x, before.y + size.y};
+  if (f.rows != nullptr) {
+    const int a_row = (Ratio + Rows - 1) / Rows, i = index / a_row, row = f.rows[i];
+    const int b = row < 0 ? -1 : f.request[row];
+    if (threadIdx.x == 0 && b >= 0) {
+      found = Tile{b, i, row, index % a_row * Rows, Ratio, f.start[b], f.committed[b], f.chain[b], 0, 0, 0};
+      found.end = min(found.T + row - found.start + 1, Slots);
+      place_parts(found, 1, i, Room, Splits);
     }
-    const int row = f.rows == nullptr ? f.start[i] : f.rows[i], b = f.rows == nullptr ? i : f.request[row];
-    const int start = f.start[b], T = f.committed[b], chain = f.chain[b], first = (index - before.x) * Rows;
-    found = QueryTile{b, f.rows == nullptr ? start : i, row, first, N * Ratio, start, T, chain, 0, 0, 0};
-    place_parts(found, N, before.y, Room, Splits);
-    const int nodes = chain && found.step == 1 ? min(N, (first + Rows - 1) / Ratio + 1) : N;
-    found.end = min(T + (f.rows == nullptr ? nodes : row - start + 1), Slots);
+  } else {
+    const int each = (f.B + blockDim.x - 1) / blockDim.x, lo = min(f.B, int(threadIdx.x) * each);
+    const int hi = min(f.B, lo + each), T = lo < hi ? f.committed[lo] : 0, chain = lo < hi ? f.chain[lo] : 0;
+    int2 mine = {0, 0};  // tiles, and rows that may have room for many parts
+    for (int b = lo; b < hi; b++) {
+      const int N = f.start[b + 1] - f.start[b];
+      mine.x += (N * Ratio + Rows - 1) / Rows;
+      mine.y += N <= TREE_ROWS ? N : 0;
+    }
+    int2 before = block_before(mine);
+    if (before.x <= index && index < before.x + mine.x) {
+      for (int b = lo;; b++) {
+        const int start = f.start[b], N = f.start[b + 1] - start, tiles = (N * Ratio + Rows - 1) / Rows;
+        if (index < before.x + tiles) {
+          const int first = (index - before.x) * Rows;
+          found = Tile{b, start, start, first, N * Ratio, start, T, chain, 0, 0, 0};
+          if (b > lo) found.T = f.committed[b], found.chain = f.chain[b];
+          place_parts(found, N, before.y, Room, Splits);
+          const int nodes = found.chain && found.step == 1 ? min(N, (first + Rows - 1) / Ratio + 1) : N;
+          found.end = min(found.T + nodes, Slots);
+          break;
+        }
+        before = int2{before.x + tiles, before.y + (N <= TREE_ROWS ? N : 0)};
+      }
+    }
   }
   __syncthreads();
   return found;
@@ -153,9 +150,8 @@ struct Queries {
     if (threadIdx.x == 0) last = -1;
   }
 
-  // Of the heads of KV head `group`. All threads together, at least Rows of them. The caller's next barrier makes it
-  // readable.
-  __device__ void describe(const Trees& f, const QueryTile& tile, int Ratio, int group, int Hq) {
+  // All threads together, at least Rows of them. The caller's next barrier makes it readable.
+  __device__ void describe(const Trees& f, const Tile& tile, int Ratio, int Hq) {
     const int j = threadIdx.x, i = tile.first + j, row = tile.row + i / Ratio;
     if (j == 0) T = tile.T, chain = tile.chain;
     if (j >= Rows) return;
@@ -167,7 +163,7 @@ struct Queries {
       for (int w = 0; w < TREE_WORDS; w++) mask[w] = f.ancestors[(long long)row * TREE_WORDS + w];
     }
     const bool used = b == tile.request;
-    const int head = group * Ratio + i % Ratio;
+    const int head = int(blockIdx.y) * Ratio + i % Ratio;
     place[j] = used ? (tile.part + i / Ratio * tile.step) * Hq + head : -1;
     node[j] = used ? row - tile.start : -1;
     if (used) atomicMax(&last, node[j]);
@@ -176,13 +172,6 @@ struct Queries {
       ancestors[j][w] = used ? mask[w] : 0;
       if (ancestors[j][w]) atomicOr(&seen[w], ancestors[j][w]);
     }
-  }
-
-  // Slots that all of 16 queries from `row` on see, at least. By one warp.
-  __device__ int all_see(int row) const {
-    const int lane = threadIdx.x % WARP, own = lane < 16 && place[row + lane] >= 0 ? node[row + lane] : 0x7fffffff;
-    const int least = __reduce_min_sync(ALL_LANES, own);
-    return T + (chain && least < 0x7fffffff ? least + 1 : 0);
   }
 
   // Whether query j sees a slot; a slot that it sees was written.
@@ -201,7 +190,7 @@ struct Queries {
 };
 
 // Where each row's parts lie and how many they are, for attention_join.cu: written by one block for each tile.
-__device__ __forceinline__ void write_parts(const QueryTile& tile, int Rows, int Ratio, int count, int* parts) {
+__device__ __forceinline__ void write_parts(const Tile& tile, int Rows, int Ratio, int count, int* parts) {
   const int i = tile.first + threadIdx.x;
   if (parts == nullptr || blockIdx.y || blockIdx.z || threadIdx.x >= Rows || i >= tile.queries) return;
   if (threadIdx.x && i % Ratio) return;  // once a row

@@ -1,10 +1,10 @@
-// The end of tree_attention_float.cu: joins the parts of each row in order, out = sum of parts / sum of weights * sigmoid(gate).
+// The end of attention: joins the parts of each row in order, out = sum of parts / sum of weights * sigmoid(gate).
 // Definition: tree_attention in boleinfer/ops/attention.py; parts are explained in attention.cuh.
 //
 // grid: Rq, ceil(Hq Dh / 512). block: 128 threads; a thread owns 4 neighbouring columns of a row, of one head.
 // shared: 8 bytes for each of 64 parts and each head of the block. Read twice: nothing.
 //
-// sizes: Dh=32,64,128,256 Act=float
+// sizes: Dh=32,64,128,256 Act=bf16,float
 #include "attention.cuh"
 
 constexpr int THREADS = 128, EACH = 4, HEADS = THREADS * EACH / Dh;  // heads of a block

@@ -28,7 +28,7 @@ __device__ void copy_rows(float* to, const Act* pages, const int* table, const Q
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4) tree_attention(
+extern "C" __global__ void __launch_bounds__(THREADS) tree_attention(
     const Act* __restrict__ q,               // [Rq, Hq, Dh] aligned 16
     const Act* __restrict__ k_pages,         // [Pages, P, Hkv, Dh] aligned 16
     const Act* __restrict__ v_pages,         // [Pages, P, Hkv, Dh] aligned 16
@@ -47,7 +47,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) tree_attention(
     int P,
     int B,
     int M,
-    int Rq,
     int Room,
     int Splits,
     float scale)
@@ -61,16 +60,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) tree_attention(
   float *kv = q_tile + ROWS * STRIDE, *p = kv + KEYS * Dh;
 
   // the tile; long ones are started first
-  const Trees forest = {rows, request, ancestors, chain, start, committed, B, Rq};
+  const Trees forest = {rows, request, ancestors, chain, start, committed, B};
   const int Ratio = Hq / Hkv;
   query.clear();
-  const auto longest_first = [](int tiles) { return tiles - 1 - int(blockIdx.x); };
-  const QueryTile tile = find_tile(forest, ROWS, Ratio, Room, Splits, M * P, longest_first);
+  const Tile tile = find_tile(forest, gridDim.x - 1 - blockIdx.x, ROWS, Ratio, Room, Splits, M * P);
   if (tile.request < 0) return;
   const bool side_by_side = tile.step > 1;
   const int splits = side_by_side ? split_of(tile.end - 1) + 1 : 1;
   if (blockIdx.z >= splits) return;
-  query.describe(forest, tile, Ratio, blockIdx.y, Hq);
+  query.describe(forest, tile, Ratio, Hq);
   write_parts(tile, ROWS, Ratio, splits, parts);
   __syncthreads();
   for (int e = threadIdx.x; e < ROWS * Dh; e += THREADS) {

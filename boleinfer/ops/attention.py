@@ -7,7 +7,7 @@ nodes of the tree slots T .. T+N-1 in row order. Slots never written may hold an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,10 +21,7 @@ SCORES = 1 << 18  # scores held at once, to stay in cache: more query rows are t
 SCRATCH = 1 << 28  # bytes on the GPU for the parts of rows whose splits are worked on side by side
 _SIDE_ROWS = 256  # such rows at most
 _TREE_ROWS = 128  # of one request at most
-_BLOCKS, _WORKERS = 1024, 4  # float32: blocks worth starting; of each tile at least so many, if it has as many splits
-_TILE, _STAGES = 64, 8  # bf16: slots of a stage of the ring of keys and values, stages at most
-_EXCHANGED = 4608  # bytes of shared memory: scores between warps
-_STATIC = {16: 2048, 64: 2560, 128: 4096}  # what a block needs beside, by its queries, CUDA's own included
+_BLOCKS, _WORKERS = 1024, 4  # blocks worth starting; for each tile at least this many, if it has as many splits
 WIDTHS = (32, 64, 128, 256)  # of heads, on the GPU
 
 
@@ -48,8 +45,8 @@ def tree_attention(
     NumPy: float32 is within about 5e-7 of float64. A request's KV is read once, or once for every SCORES scores where
     there are more; consecutive pages are read in place, scattered ones gathered first.
     GPU: Dh 32, 64, 128 or 256. Scores, softmax and sums in float32; with bf16 the weights of the softmax are rounded to
-    bf16, above and below the fraction alike. A row's bits depend on its own request alone, and while that has at most
-    128 rows not on their number. Scratch memory: SCRATCH bytes and 4 n Hq Dh, at most.
+    bf16, above and below the fraction alike. A row's bits depend on its own request alone, and not on the number of
+    rows beside it. Scratch memory: SCRATCH bytes and 4 n Hq Dh, at most.
     """
     if isinstance(forest, DeviceForest):
         return _launch(q, gate, k_pages, v_pages, page_table, forest, scale, rows)
@@ -84,7 +81,7 @@ def _launch(
     scale: float,
     rows: Array | None,
 ) -> Array:
-    """One kernel, or two in float32. Grids depend on the sizes of arrays alone."""
+    """One kernel, or two. Grids depend on the sizes of arrays alone."""
     (n, Hq, Dh), (B, M), (P, Hkv) = q.shape, page_table.shape, k_pages.shape[1:3]
     act, ratio = device.c_type(q), Hq // Hkv
     if Dh not in WIDTHS or Hq % Hkv or act not in ("bf16", "float"):
@@ -99,60 +96,35 @@ def _launch(
     room = min(n, _SIDE_ROWS, max(1, SCRATCH // (4 * splits * Hq * Dh)))
     held = room * splits + (0 if room == n <= _TREE_ROWS else n)
     part_o, part_ml = (device.empty((held, Hq, width), np.float32) for width in (Dh, 2))
-    args = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table, "rows": rows}
-    args |= {name: getattr(forest, name) for name in ("request", "ancestors", "chain", "start", "committed")}
-    args |= {"part_o": part_o, "part_ml": part_ml, "Hq": Hq, "Hkv": Hkv, "P": P, "B": B, "M": M, "Rq": n}
-    args |= {"Room": room, "Splits": splits, "scale": scale}
-    end = {"gate": gate, "out": out, "Ldg": gate.strides[0] // gate.dtype.itemsize}
 
-    def tiles(size: int) -> int:
-        """Tiles of so many queries, at most."""
-        return n * -(-ratio // size) if rows is not None else (n * ratio + min(B, n) * (size - 1)) // size
-
+    tile = 64 if act == "bf16" and rows is None and n * ratio > 32 * min(B, n) else 16
+    tiles = n * -(-ratio // tile) if rows is not None else (n * ratio + min(B, n) * (tile - 1)) // tile
+    workers = min(splits, max(_WORKERS, _BLOCKS // (tiles * Hkv)))
+    joins = act == "bf16" and tile == 16 and tiles * Hkv <= device.COUNTERS  # all in one launch
+    parts = None if joins else device.empty((n, 2), np.int32)
+    shared = {"Hq": Hq, "rows": rows, "request": forest.request, "part_o": part_o, "part_ml": part_ml, "parts": parts}
+    args = shared | {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table}
+    args |= {name: getattr(forest, name) for name in ("ancestors", "chain", "start", "committed")}
+    args |= {"Hkv": Hkv, "P": P, "B": B, "M": M, "Room": room, "Splits": splits, "scale": scale}
+    end = {"gate": gate, "Ldg": gate.strides[0] // gate.dtype.itemsize}
+    grid = tiles, Hkv, workers
     if act == "bf16":
-        processors, each = device.multiprocessors(), 1 if rows is not None else n / min(B, n)
-        shape = _shape(each, ratio, Dh)
-        if (pairs := tiles(shape.rows) * Hkv) > processors:
-            shape = _shape(each, ratio, Dh, 2)
-        args |= end | {"arrived": device.counters(0), "Waiting": max(1, processors - 2)}
-        constants = {"Dh": Dh, "Rows": shape.rows, "Stages": shape.stages, "Act": act}
-        blocks, threads = max(shape.beside * processors, pairs), 256 if shape.rows == 128 else 128
-        kernels.launch("tree_attention.cu", "tree_attention", blocks, threads, args, None, shape.shared, constants)
-        return out
-    workers = min(splits, max(_WORKERS, _BLOCKS // (tiles(16) * Hkv)))
-    parts = device.empty((n, 2), np.int32)
-    memory, constants = 4 * (16 * (Dh + 1) + 32 * Dh + 16 * 32), {"Dh": Dh, "Act": act}
-    grid = tiles(16), Hkv, workers
-    args |= {"parts": parts}
-    kernels.launch("tree_attention_float.cu", "tree_attention", grid, 128, args, None, memory, constants)
-    args = {name: args[name] for name in ("part_o", "part_ml", "parts", "rows", "request", "Hq")} | end
-    kernels.launch("attention_join.cu", "attention_join", (n, -(-Hq * Dh // 512)), 128, args, constants=constants)
+        keys = 32 if Dh == 256 else 64
+        stage = 2 * keys * (max(Dh, tile) + Dh)
+        stages = 3 if tile == 16 and 2 * tile * Dh + 3 * stage <= device.shared_bytes() - 1024 else 2
+        constants = {"Dh": Dh, "Rows": tile, "Stages": stages, "Act": act}
+        memory = 2 * tile * Dh + stages * stage
+        args |= end | {"out": out if joins else None, "arrived": device.counters(tiles * Hkv if joins else 0)}
+        kernels.launch("tree_attention.cu", "tree_attention", grid, 4 * max(tile, 32), args, None, memory, constants)
+    else:
+        memory = 4 * (16 * (Dh + 1) + 32 * Dh + 16 * 32)
+        constants = {"Dh": Dh, "Act": act}
+        kernels.launch("tree_attention_float.cu", "tree_attention", grid, 128, args, None, memory, constants)
+    if not joins:
+        constants = {"Dh": Dh, "Act": act}
+        args, blocks = shared | end | {"out": out}, -(-Hq * Dh // 512)
+        kernels.launch("attention_join.cu", "attention_join", (n, blocks), 128, args, constants=constants)
     return out
-
-
-class _Shape(NamedTuple):
-    """The bf16 kernel: queries of a tile, stages of the ring, shared memory, blocks of a multiprocessor."""
-
-    rows: int
-    stages: int
-    shared: int
-    beside: int
-
-
-def _shape(rows: float, ratio: int, Dh: int, most_beside: int = 1) -> _Shape:
-    """For so many rows of a request on the current GPU, with up to `most_beside` blocks a multiprocessor."""
-    memory, stage = device.shared_bytes(), 2 * _TILE * Dh
-    for size, least in ((128, 4), (64, 2), (16, 2)):
-        if size > 16 and 2 * rows * ratio <= size:
-            continue
-        for beside in range(1 if size == 128 else most_beside, 0, -1):
-            for ahead in (2, 1) if size == 16 else (0,):  # scores that warps exchange: of the next slots too
-                fixed = 2 * size * Dh + ahead * _EXCHANGED
-                stages = min(_STAGES, (memory // beside - _STATIC[size] - fixed) // stage)
-                if stages >= (4 if ahead == 2 else least):
-                    stages = min(stages, 3) if ahead == 1 else stages
-                    return _Shape(size, stages, fixed + stages * stage, beside)
-    raise kernels.KernelError(f"tree_attention: {memory} bytes of shared memory are too few for heads of width {Dh}")
 
 
 def splits_of(slots: int) -> int:

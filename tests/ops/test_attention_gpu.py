@@ -191,18 +191,6 @@ def test_a_row_has_the_same_bits_in_any_company(gpu, act, monkeypatch):
         assert alone.run().tobytes() == out[rows].tobytes(), f"request {b} alone"
 
 
-@pytest.mark.parametrize("shared", [45_000, 61_000, 80_000, 101_376])
-@pytest.mark.parametrize("n", [1, 10, 70])
-def test_less_shared_memory_gives_the_same_bits(gpu, monkeypatch, shared, n):
-    rng = np.random.default_rng(n)
-    tree = [int(rng.integers(max(-1, i - 5), i)) for i in range(n)]
-    scene = Scene(rng, [tree, some.chain(n)], [700, 20], 16, 4, 2, 128, "bf16")
-    out = scene.run()
-    scene.check(out)
-    monkeypatch.setattr(device, "shared_bytes", lambda: shared)
-    assert scene.run().tobytes() == out.tobytes()
-
-
 @pytest.mark.parametrize("act", BOUND)
 def test_long_contexts_have_splits_of_growing_size(gpu, act):
     lengths = [4095, 4096, 4353, 17000, 140000] if gpu == "cuda" else [4095, 4353]
