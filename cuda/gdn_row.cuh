@@ -142,7 +142,10 @@ __device__ __forceinline__ void one_row(const Row& row, float* memory, int Hk, i
   cp_async_commit();
   const Decays decays(row, Hv);
   after_previous();
-  if (!row.used) return next();
+  if (!row.used) {
+    cp_async_wait<0>();  // no copy may still be on its way to where the next ones go
+    return next();
+  }
 
   const float value = threadIdx.x < Vt ? to_float(row.v[threadIdx.x]) : 0.0f, beta = *row.beta;
   Pack<Act, EACH_KEYS> x[2][EACH] = {};  // of q and k
