@@ -41,7 +41,7 @@ def compiler():
 
 
 @pytest.fixture(params=["forward", "random", pytest.param("cuda", marks=pytest.mark.gpu)])
-def gpu(request):
+def gpu(request, monkeypatch):
     """Where kernels run: the emulator, its threads in that order, then a real GPU; or a skip that says so."""
     if request.param == "cuda":
         try:
@@ -54,3 +54,4 @@ def gpu(request):
     else:
         with emulator.emulated(order=request.param):
             yield request.param
+            monkeypatch.undo()  # a test's own patches go before the emulator's, which they would otherwise bring back

@@ -87,6 +87,7 @@ def pretend(monkeypatch):
     monkeypatch.setattr(timing, "read_gb_s", lambda: honest(1 << 16))
     with emulated():
         yield
+        monkeypatch.undo()  # a test's own patches go before the emulator's, which they would otherwise bring back
 
 
 def test_reading_reads_everything():
