@@ -93,7 +93,7 @@ def copies(nbytes: int, least: int = 8, most: int = 256) -> int:
 
 def read_gb_s(nbytes: int = 1 << 32) -> float:
     """GB/s of a kernel that reads a buffer of so many bytes and does nothing else."""
-    blocks = 16 * multiprocessors()  # two waves of eight
+    blocks = 16 * device.multiprocessors()  # two waves of eight
     x = device.buffer((nbytes // 4,), np.uint32, poison=True)
     out = device.empty((8 * blocks,), np.uint32)
     args = {"x": x, "out": out, "Groups": nbytes // 16}
@@ -103,8 +103,3 @@ def read_gb_s(nbytes: int = 1 << 32) -> float:
 
     read()
     return nbytes / event_ms(read, repeats=4) / 1e6
-
-
-def multiprocessors() -> int:
-    """Those of the current GPU."""
-    return int(device.cupy().cuda.Device().attributes["MultiProcessorCount"])

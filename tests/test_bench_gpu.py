@@ -80,7 +80,6 @@ def pretend(monkeypatch):
     for module in (cuda_executor, bench_gpu, timing):
         monkeypatch.setattr(module, "Graphs", FakeGraphs)
     monkeypatch.setattr(timing, "event_ms", clock_ms)
-    monkeypatch.setattr(timing, "multiprocessors", lambda: 1)
     for module in (bench_gpu, bench_kernels, bench_start):
         monkeypatch.setattr(module, "gpu_provenance", lambda: dict(GPU))
     honest = timing.read_gb_s
