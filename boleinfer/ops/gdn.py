@@ -199,7 +199,7 @@ def _tiles(k: Array, S: Array, ring: Ring, B: int) -> tuple[dict[str, Any], int,
 
 
 def _shared(constants: dict[str, Any], C: int) -> int:
-    """Bytes of dynamic shared memory: Memory in gdn.cu, or the state and what one_row in gdn_row.cuh takes."""
+    """Bytes of dynamic shared memory: Memory in gdn_window.cuh, or the state and what one_row in gdn_row.cuh takes."""
     K, Vt, panel, act = (constants[name] for name in ("K", "Vt", "Panel", "Act"))
     item, key_parts, parts, rows = (2, 1, 2, 32) if act == "bf16" else (4, 3, 3, 16)
     keys = 2 * key_parts * (2 * rows * (1 if Vt > 32 else 2) + panel) * (K + 8)
