@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import tempfile
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from boleinfer.files import write_whole
 
 SAME, MANY = 32, 1024  # contexts that are taken as one; steps of so many kinds are remembered
 
@@ -130,24 +130,15 @@ class CostFiles:
         fields = {name: getattr(table, name) for name in ("rows", "batch", "context", "seconds", "stairs", "drafts")}
         content: dict[str, Any] = {"key": _plain(key), "table": _plain(fields)}
         content["sha256"] = _digest([content["key"], content["table"]])
-        temporary = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", dir=self.folder, prefix=".new-", delete=False, encoding="utf-8"
-            ) as file:
-                temporary = Path(file.name)
-                json.dump(content, file, indent=1)
-            os.replace(temporary, self.file(key))
+            write_whole(self.file(key), json.dumps(content, indent=1).encode())
         except OSError as error:
             warnings.warn(
                 f"what steps cost cannot be kept in {self.folder} ({error}), so every start measures it again; "
                 "set BOLEINFER_CACHE to a folder that can be written",
                 stacklevel=2,
             )
-        finally:
-            if temporary is not None:
-                temporary.unlink(missing_ok=True)
 
 
 def _plain(value: Any) -> Any:

@@ -54,7 +54,7 @@ def read_prompt(args: argparse.Namespace) -> str:
         try:
             raw = Path(args.file).read_bytes()
         except OSError as error:
-            raise UsageError(f"--file {args.file}: {error.strerror}") from error
+            raise UsageError(f"--file {args.file}: {error.strerror}; name a file of text") from error
     elif args.prompt is None and sys.stdin.isatty():
         raise UsageError('no prompt: give one (boleinfer generate "def main():"), or --file FILE, or pipe text in')
     elif args.prompt in (None, "-"):

@@ -9,7 +9,6 @@ import functools
 import hashlib
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import NamedTuple
 
 from boleinfer import driver
 from boleinfer.declaration import Constant, KernelError, KernelFile
+from boleinfer.files import write_whole
 
 OPTIONS = ("-std=c++17", "-lineinfo", "--ptxas-options=-v")
 _SHOWN = 20  # error messages of one compilation
@@ -257,13 +257,9 @@ class Cache:
             return
         log = built.log.encode()
         payload = len(log).to_bytes(8, "little") + log + built.cubin
-        temporary = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".new-", delete=False) as file:
-                temporary = Path(file.name)
-                file.write(hashlib.sha256(key.encode() + payload).digest() + payload)
-            os.replace(temporary, self._file(key))
+            write_whole(self._file(key), hashlib.sha256(key.encode() + payload).digest() + payload)
         except OSError as error:
             self._writable = False
             warnings.warn(
@@ -271,9 +267,6 @@ class Cache:
                 "set BOLEINFER_CACHE to a folder that can be written",
                 stacklevel=2,
             )
-        finally:
-            if temporary is not None:
-                temporary.unlink(missing_ok=True)
 
     def _file(self, key: str) -> Path:
         return self.folder / f"{key}.cubin"

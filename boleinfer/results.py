@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import boleinfer
+from boleinfer.files import write_whole
 from boleinfer.options import UsageError
 
 
@@ -30,6 +31,6 @@ def write(record: dict[str, Any], output: Path | None, note: bool = True) -> Non
     """Writes the record, where there is a file to write; `note` says so on stderr."""
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_whole(output, (json.dumps(record, indent=1) + "\n").encode())
         if note:
             print(f"written to {output}", file=sys.stderr)

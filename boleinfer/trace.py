@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import boleinfer
+from boleinfer.files import write_whole
 from boleinfer.generate import read_prompt
 from boleinfer.options import UsageError, load_model, sampling_params
 from boleinfer.watch import StepSeen, watched
@@ -32,6 +33,8 @@ def trace(args: argparse.Namespace) -> int:
     prompt = read_prompt(args)
     sampling_params(args)  # a bad value is reported before any weight is read
     out = args.out or ("-" if args.json else "trace.html")
+    if not Path(out).parent.is_dir():
+        raise UsageError(f"--out {out}: there is no folder {Path(out).parent}; make it, or name another file")
     llm = load_model(args)
     params = sampling_params(args, llm.default_params)
     record = record_of(llm, prompt, replace(params, n=1, logprobs=LIKELIEST))
@@ -42,9 +45,9 @@ def trace(args: argparse.Namespace) -> int:
         print(text)
     else:
         try:
-            Path(out).write_text(text + "\n", encoding="utf-8")
+            write_whole(Path(out), (text + "\n").encode())
         except OSError as error:
-            raise UsageError(f"--out {out}: {error.strerror}") from error
+            raise UsageError(f"--out {out}: {error.strerror}; name a file that can be written") from error
         if not args.quiet:
             print(
                 f"{out}: {len(record['steps'])} steps" + ("" if args.json else "; open it in a browser"),

@@ -32,6 +32,7 @@ PROMPTS = [
     "a",
 ]
 TOKENS = 48  # of an answer, unless asked for
+PROMPTS_FILE = "name a file with a prompt a line, or a .json file with an array of non-empty strings"
 DEPTH = 4  # of the drafts made of plain decoding's own tokens
 
 
@@ -113,13 +114,11 @@ def read_prompts(file: Path) -> list[str]:
         text = file.read_text(encoding="utf-8")
         prompts = json.loads(text) if file.suffix == ".json" else [line for line in text.splitlines() if line.strip()]
     except OSError as error:
-        raise UsageError(f"--prompts {file}: {error.strerror}") from error
+        raise UsageError(f"--prompts {file}: {error.strerror}; {PROMPTS_FILE}") from error
     except ValueError as error:  # neither UTF-8 nor JSON
-        raise UsageError(f"--prompts {file}: {error}") from error
+        raise UsageError(f"--prompts {file}: {error}; {PROMPTS_FILE}") from error
     if not isinstance(prompts, list) or not prompts or not all(isinstance(p, str) and p for p in prompts):
-        raise UsageError(
-            f"--prompts {file}: expected a prompt a line, or in a .json file an array of non-empty strings"
-        )
+        raise UsageError(f"--prompts {file} holds no prompts; {PROMPTS_FILE}")
     return prompts
 
 

@@ -255,14 +255,10 @@ def test_f51_a_read_only_folder_warns_once(tmp_path):
 
 
 def test_f51_a_full_disk_warns_once_and_leaves_nothing(tmp_path, monkeypatch):
-    real = nvrtc.tempfile.NamedTemporaryFile
+    def full(*files):
+        raise OSError(28, "No space left on device")
 
-    def full(**options):
-        file = real(**options)
-        file.write = lambda data: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-        return file
-
-    monkeypatch.setattr(nvrtc.tempfile, "NamedTemporaryFile", full)
+    monkeypatch.setattr(os, "replace", full)
     (message,) = put_in_vain(tmp_path)
     assert "No space left on device" in message and not list(tmp_path.iterdir())
 

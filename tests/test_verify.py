@@ -101,7 +101,7 @@ def test_spoilt_drafts_are_spoilt_where_they_should_be():
     "name,content,why",
     [
         ("p.txt", None, "No such file"),
-        ("p.txt", "\n\n", "expected a prompt a line"),
+        ("p.txt", "\n\n", "holds no prompts; name a file with a prompt a line"),
         ("p.txt", b"\xff\xfe", "can't decode"),
         ("p.json", "[1]", "array of non-empty strings"),
         ("p.json", '["a", ""]', "array of non-empty strings"),
