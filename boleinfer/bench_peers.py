@@ -1,8 +1,9 @@
-"""Another project's GDN kernels at the shapes of `boleinfer bench tree`, timed in a process of their own.
+"""Another project's GDN kernels at the shapes of `boleinfer bench tree`, timed in processes of their own.
 
-FOLDER, which is no part of this project, holds gdn_peers.py with Shape(key_heads, value_heads, width), graph_us(calls),
-tree_verify_call(shape, B, N, parents) -> (call, inputs, state, parents), chain_verify_us(shape, B, N, ring, filled)
-and decode_us(shape, B), on SGLang's kernels and PyTorch. `python -m boleinfer.bench_peers FOLDER` reads cases as JSON.
+FOLDER, which is no part of this project, holds gdn_peers.py with Shape(key_heads, value_heads, width),
+graph_us(calls, inner), tree_verify_call(shape, B, N, parents) -> (call, inputs, state, parents),
+chain_verify_us(shape, B, N, ring, filled), decode_us(shape, B) and torch, on SGLang's kernels and PyTorch.
+`python -m boleinfer.bench_peers FOLDER` reads cases as JSON and answers each with a line.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,30 +38,83 @@ NAMES = {
     "token": "SGLang, packed decode",
 }
 CHECKED = 2  # requests
+TILES_CHANGE = 64  # requests, above which SGLang takes wider tiles
+LIMIT_S, FAILURES = 60.0, 4  # of a case; cases that may fail before the rest is given up
+ANSWER = "case: "  # begins the lines that are answers; their libraries print too
 
 
-def measured(folder: str, cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """{peer, peer_us}, with trees also peer_rel_err, of each case; {} where there is no such kernel.
+def measured(folder: str, cases: Sequence[Case], limit_s: float = LIMIT_S) -> list[dict[str, Any]]:
+    """{peer, peer_us}, with trees also peer_rel_err, of each case.
 
+    {} where there is no such kernel; peer_error instead of peer_us where it failed, or took over limit_s: the cases
+    behind it are run in a new process, since a GPU's error stays with the one that made it.
     cases: op, Hk, Hv, width, ring, filled, and the parents of each request's nodes
-    Raises UsageError for a folder without gdn_peers.py, CalledProcessError where the other process fails, whose own
-    words are on stderr."""
+    Raises UsageError for a folder without gdn_peers.py."""
     if not (Path(folder) / "gdn_peers.py").is_file():
         raise UsageError(f"--peers names a folder that holds gdn_peers.py; there is none in {folder}")
-    command = [sys.executable, "-m", __name__, folder]
+    found: list[dict[str, Any]] = []
+    failures = 0
+    while len(found) < len(cases):
+        rest = cases[len(found) :]
+        if failures == FAILURES:
+            return found + [{"peer_error": f"not run: {failures} cases before it failed"}] * len(rest)
+        answers, problem = _process(folder, rest, limit_s)
+        found += answers
+        if problem:
+            failures += 1
+            found.append({"peer_error": problem})
+    return found
+
+
+def compiled(folder: str, cases: Sequence[Case]) -> None:
+    """Has their kernels compiled, which Triton keeps on disk: few requests of each kind, in processes side by side."""
+    kinds: dict[tuple, dict[bool, Case]] = {}
+    for case in cases:
+        few = case["parents"][: TILES_CHANGE + 1]
+        kind = kinds.setdefault((case["op"], case["Hv"], len(few[0])), {})
+        kind[len(few) > TILES_CHANGE] = {**case, "parents": few}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda kind: measured(folder, list(kind.values())), kinds.values()))
+
+
+def _process(folder: str, cases: Sequence[Case], limit_s: float) -> tuple[list[dict[str, Any]], str]:
+    """The answers of one process to the first cases, and why it gave none to the next; "" where it answered all."""
     path = os.pathsep.join([str(Path(boleinfer.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    command, pipe = [sys.executable, "-m", "boleinfer.bench_peers", folder], subprocess.PIPE
     environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(
-        command, input=json.dumps(cases), env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    found: list[dict[str, Any]] = []
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps(cases))
+        process.stdin.close()
+        for _ in cases:
+            timer = threading.Timer(limit_s, process.kill)
+            timer.start()
+            line = next((line for line in process.stdout if line.startswith(ANSWER)), None)
+            late = not timer.is_alive()
+            timer.cancel()
+            answer = {} if line is None else json.loads(line.removeprefix(ANSWER))
+            if "peer_error" in answer:
+                return found, answer["peer_error"]
+            if line is None:
+                return found, f"more than {limit_s:g} s" if late else f"its process ended with {process.wait()}"
+            found.append(answer)
+    return found, ""
 
 
 def main() -> None:
-    """The other process: results as the last line of stdout."""
+    """The other process: an answer a line, up to the first case that fails."""
+    cases = json.load(sys.stdin)
     sys.path.insert(0, sys.argv[1])
     peers = importlib.import_module("gdn_peers")
-    print(json.dumps([measure(peers, case) if case["op"] in NAMES else {} for case in json.load(sys.stdin)]))
+    for case in cases:
+        try:
+            answer = measure(peers, case) if case["op"] in NAMES else {}
+        except Exception as error:
+            answer = {"peer_error": f"{type(error).__name__}: {error}".splitlines()[0]}
+        print(ANSWER + json.dumps(answer), flush=True)
+        if "peer_error" in answer:
+            break
 
 
 def measure(peers: Any, case: Case) -> dict[str, Any]:
@@ -77,7 +133,8 @@ def measure(peers: Any, case: Case) -> dict[str, Any]:
         calls = collected(peers, one, timing.copies(state, least=1, most=64))
     else:
         calls = collected(peers, functools.partial(peers.decode_us, shape, B), timing.copies(state, least=1, most=64))
-    return made | {"peer_us": peers.graph_us(calls)}
+    peers.torch.cuda.synchronize()  # graph_us begins on a stream of its own, which does not wait for the arrays
+    return made | {"peer_us": peers.graph_us(calls, inner=3 if len(calls) > 1 else 1)}
 
 
 def collected(peers: Any, one: Callable[[], Any], n: int) -> list[Callable[[], object]]:

@@ -37,6 +37,15 @@ HEADS, PAGE = ((16, 4, 256), (24, 4, 256)), 16  # Hq, Hkv, Dh
 NODES, CONTEXTS, BATCHES = (1, 16, 64), (1024, 4096, 8192, 32768, 131072), (1, 8, 32)
 
 
+class Kernel(NamedTuple):
+    """A kernel alone and its sizes, which tell one case from the others."""
+
+    op: str
+    Hv: int
+    B: int
+    N: int
+
+
 class Case(NamedTuple):
     """What is timed: `op` is tree, chain, token, or one of them with what stands before and behind it in a layer."""
 
@@ -48,6 +57,11 @@ class Case(NamedTuple):
     def N(self) -> int:
         """Nodes of each request's tree."""
         return len(self.trees[0])
+
+    @property
+    def kernel(self) -> Kernel:
+        """What of it is the kernel alone."""
+        return Kernel(self.op.split()[0], self.Hv, len(self.trees), self.N)
 
     def asked(self) -> Arrays:
         """As bench_peers takes it."""
@@ -71,16 +85,33 @@ def bench_tree(args: argparse.Namespace) -> int:
     kinds = args.only or ("gdn", "attention")
     if "gdn" in kinds:
         cases = list(gdn_cases(args.value_heads or VALUE_HEADS, args.requests or REQUESTS))
-        peers = bench_peers.measured(args.peers, [case.asked() for case in cases]) if args.peers else [{}] * len(cases)
-        for case, peer in zip(cases, peers):
-            record["rows"].append(gdn_row(case, record["read_gb_s"]) | peer)
+        record["rows"] = [gdn_row(case, record["read_gb_s"]) for case in cases]
         print(f"gdn: {len(cases)} measured", file=sys.stderr)
         write(record, output, note=False)
+        if args.peers:
+            add_peers(args.peers, cases, record["rows"])
+            write(record, output, note=False)
     if "attention" in kinds:
         record["rows"] += list(attention_rows(record["read_gb_s"], args.requests or BATCHES))
     print(bench_tables.tree(record))
     write(record, output)
     return 0
+
+
+def add_peers(folder: str, cases: Sequence[Case], rows: Sequence[Arrays]) -> None:
+    """Adds the other kernel's time to each row; one with front and back gets that of the kernel alone, all there is.
+
+    rows: of the cases, in their order"""
+    device.memory()  # theirs need it
+    kernels = {case.kernel: case.asked() for case in cases if case.op == case.kernel.op}
+    bench_peers.compiled(folder, list(kernels.values()))
+    found = dict(zip(kernels, bench_peers.measured(folder, list(kernels.values()))))
+    for case, row in zip(cases, rows):
+        row |= found[case.kernel]
+    failed = {kernel: peer["peer_error"] for kernel, peer in found.items() if "peer_error" in peer}
+    for kernel, problem in failed.items():
+        print(f"the other kernel failed: {kernel}: {problem}", file=sys.stderr)
+    print(f"other kernels: {len(found) - len(failed)} measured", file=sys.stderr)
 
 
 def timed(sizes: Arrays, calls: Sequence[Callable[[], object]], nbytes: int, read_gb_s: float) -> Arrays:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from boleinfer import bench_tables, bench_tree, cli, device, timing
+from boleinfer import bench_peers, bench_tables, bench_tree, cli, device, timing
 from boleinfer.bench_peers import measured
 from boleinfer.forest import Tree
 from boleinfer.options import UsageError
@@ -24,7 +24,11 @@ class Tensor(np.ndarray):
     def cpu(self): return self
     def numpy(self): return np.asarray(self)
 
-def graph_us(calls):
+class torch:
+    class cuda:
+        synchronize = staticmethod(lambda: None)
+
+def graph_us(calls, inner=3):
     return float(len(calls) + sum(call() is None for call in calls))
 
 def tree_verify_call(shape, batch, nodes, parents):
@@ -69,9 +73,12 @@ def test_tree(pretend, small, tmp_path, capsys):  # noqa: F811
     ]  # fmt: skip
     for row in gdn:
         assert row["rel_err"] < 8e-3 and row["rel_err_u"] < 8e-3 and row["ring"] == 16
-        assert ("peer_us" in row) == ("back" not in row["op"])
-        assert ("peer_rel_err" in row) == (row["op"] == "tree")
+        assert row["peer_us"] > 0 and ("peer_rel_err" in row) == ("tree" in row["op"])
     assert [r["peer_us"] for r in gdn if r["op"] in ("chain", "token") and r["B"] == 2] == [128, 64]  # 64 sets each
+    alone, whole = (
+        [(r["N"], r["peer_us"]) for r in gdn if r["op"] == op] for op in ("tree", "tree with front and back")
+    )
+    assert alone == whole
     assert [row["T"] for row in record["rows"] if row["op"] == "attention"] == [40, 40]
     assert "| 2 | " in bench_tables.tree_in_short(record)
     out = capsys.readouterr().out
@@ -103,7 +110,7 @@ def test_errors_see_a_wrong_row(pretend, small, monkeypatch):  # noqa: F811
 
 
 def test_other_kernels_get_the_same_trees(tmp_path):
-    (tmp_path / "gdn_peers.py").write_text(PEERS + "\n\ndef graph_us(calls): return len(calls)\n")
+    (tmp_path / "gdn_peers.py").write_text(PEERS + "\n\ndef graph_us(calls, inner): return len(calls)\n")
     case = bench_tree.Case("tree", 16, [Tree.of([0] * 3, [-1, 0, 0])] * 2)
     (found,) = measured(str(tmp_path), [case.asked()])
     assert found["peer_us"] == 32 and found["peer_rel_err"] == 1  # it gives zeros; a set has 8 states of 1 MB
@@ -116,3 +123,45 @@ def test_a_folder_without_other_kernels_is_a_mistake(tmp_path):
 
 def test_an_unfinished_record_is_shown():
     assert "floor" in bench_tables.tree({**GPU, "read_gb_s": 1.0, "rows": []})
+
+
+SPOILT = """
+
+honest = tree_verify_call
+
+def tree_verify_call(shape, batch, nodes, parents):
+    if nodes == 2:
+        raise RuntimeError("an illegal memory access\\nand more")
+    if nodes == 3:
+        import os; os._exit(7)
+    if nodes == 4:
+        import time; time.sleep(60)
+    return honest(shape, batch, nodes, parents)
+"""
+
+
+def test_a_case_that_fails_costs_no_other(tmp_path):
+    """What a case ended with is said in its place, and the next ones run in a new process, up to a few failures."""
+    (tmp_path / "gdn_peers.py").write_text(PEERS + SPOILT)
+    nodes = (1, 2, 3, 5, 4, 1, 2, 1, 2)
+    cases = [bench_tree.Case("tree", 16, [Tree.chain([0] * n)]).asked() for n in nodes]
+    found = measured(str(tmp_path), cases, limit_s=5)
+    assert [("peer_us" in answer) for answer in found] == [True, False, False, True, False, True, False, False, False]
+    said = [answer["peer_error"] for answer in found if "peer_error" in answer]
+    access = "RuntimeError: an illegal memory access"
+    assert said == [
+        access,
+        "its process ended with 7",
+        "more than 5 s",
+        access,
+        *["not run: 4 cases before it failed"] * 2,
+    ]
+
+
+def test_kernels_are_compiled_with_few_requests(tmp_path, monkeypatch):
+    """Each kind once with at most 64 requests and once with more."""
+    seen = []
+    monkeypatch.setattr(bench_peers, "measured", lambda folder, cases: seen.extend(cases))
+    cases = [bench_tree.Case("token", 4, [Tree.chain([0])] * B).asked() for B in (1, 32, 128)]
+    bench_peers.compiled("", cases)
+    assert [len(case["parents"]) for case in seen] == [32, 65]
