@@ -23,6 +23,7 @@ from boleinfer.draft.base import Drafter
 from boleinfer.draft.scripted import ScriptedDrafter
 from boleinfer.forest import Tree
 from boleinfer.graphs import Eager, Graphs
+from boleinfer.heard import hear
 from boleinfer.llm import LLM
 from boleinfer.memory_plan import FLOAT, Memory, envelopes
 from boleinfer.params import SamplingParams
@@ -36,13 +37,14 @@ DECODE_SIZES = ("qwen3.5-0.8b", "qwen3.5-2b", "qwen3.5-4b", "qwen3.5-9b", "qwen3
 VERIFY_SIZES = ("qwen3.5-0.8b", "qwen3.5-9b", "qwen3.5-27b")
 VERIFY_ROWS = (1, 8, 16, 32, 64, 128)
 STEPS, WARM, COMPARED = 64, 8, 16  # timed steps, steps before them, tokens compared with launching one by one
+HEARD = 8  # requests of which the logits are compared as well
 REPLAYS = 33  # of a graph between two events: as many as a ring of 32 needs to be folded once
 ROUNDS = 3
 PROMPT = 1024
 
 
 def bench_decode(args: argparse.Namespace) -> int:
-    """Exit status of the command: 1 when a graph gave other tokens than its kernels launched one by one."""
+    """Exit status of the command: 1 when a graph gave other tokens or logits than its kernels launched one by one."""
     sizes, batches = args.random_weights or DECODE_SIZES, args.batch or (1,)
     output = output_file(args, "decode.json", quick=bool(args.random_weights or args.batch))
     record = _record("plain decoding, random weights; a step as the engine runs it, and its graph alone")
@@ -56,7 +58,7 @@ def bench_decode(args: argparse.Namespace) -> int:
         gc.collect()
     print(bench_tables.decode(record))
     write(record, output)
-    return 0 if all(row["same_tokens"] for row in record["rows"]) else 1
+    return 0 if all(row["same_tokens"] and row["same_logits"] for row in record["rows"]) else 1
 
 
 def bench_verify(args: argparse.Namespace) -> int:
@@ -168,7 +170,10 @@ def decode_row(llm: LLM, size: str, batch: int, prompt: int, read_gb_s: float) -
     tokens = [r.generated[:COMPARED] for r in requests]
     alone_ms = graph_ms(llm, batch)
     drop(llm, requests)
-    again, launches = _one_by_one(llm, batch, prompt)
+    answers = first_answers(llm, batch, prompt)
+    with one_by_one(llm):
+        again = first_answers(llm, batch, prompt)
+        launches = launches_of_a_step(llm, batch, prompt)
     nbytes = step_bytes(llm, batch, context)
     floor_ms = nbytes / read_gb_s / 1e6
     return {
@@ -186,20 +191,29 @@ def decode_row(llm: LLM, size: str, batch: int, prompt: int, read_gb_s: float) -
         "launches": launches,
         "captured": captured,
         "prefill_tokens_per_s": batch * prompt / prefill_s,
-        "same_tokens": again == tokens,
+        "same_tokens": again[0] == answers[0] == tokens,
+        "same_logits": np.array_equal(again[1], answers[1]),
     }
 
 
-def _one_by_one(llm: LLM, batch: int, prompt: int) -> tuple[list[list[int]], int]:
-    """The first tokens of the same requests without graphs, and the kernels of a step."""
-    with one_by_one(llm):
-        requests, _ = read_prompts(llm, batch, prompt)
-        while any(len(r.generated) < COMPARED for r in requests):
-            llm.engine.step()
-        with timing.recorded() as launches:
-            llm.engine.step()
-        drop(llm, requests)
-    return [r.generated[:COMPARED] for r in requests], len(launches)
+def first_answers(llm: LLM, batch: int, prompt: int) -> tuple[list[list[int]], np.ndarray]:
+    """The first tokens of the same requests, and of some of them the logits from the second one on,
+    [requests, tokens, vocab]."""
+    requests, _ = read_prompts(llm, batch, prompt)
+    heard = hear(requests[:HEARD])
+    while any(len(r.generated) < COMPARED for r in requests):
+        llm.engine.step()
+    drop(llm, requests)
+    return [r.generated[:COMPARED] for r in requests], np.stack([rows[: COMPARED - 1] for rows in heard])
+
+
+def launches_of_a_step(llm: LLM, batch: int, prompt: int) -> int:
+    """Kernels that a step of the same requests launches, outside a graph."""
+    requests, _ = read_prompts(llm, batch, prompt)
+    with timing.recorded() as launches:
+        llm.engine.step()
+    drop(llm, requests)
+    return len(launches)
 
 
 def verify_rows(size: str, counts: Sequence[int], prompt: int) -> list[dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 Random weights accept nothing, so with the published shapes the drafter's choices, and they alone, are replaced by ones
 that are right as often as a stated profile says (acceptance.py). All that drafting computes is computed and timed. The
-tokens of every run have to be those of plain decoding, or the command fails.
+tokens of every run have to be those of plain decoding, or the command fails. Random weights give mostly the same tokens
+whatever the state holds (random_weights.py), so that in a run beside the timed ones their logits have to agree as well.
 """
 
 from __future__ import annotations
@@ -18,15 +19,19 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from boleinfer import speculation_tables, timing
 from boleinfer.acceptance import Profile, ProfileDrafter, Shape, scaled
-from boleinfer.bench_gpu import drop, executor_of, read_prompts, verify_rows
+from boleinfer.bench_gpu import HEARD, drop, executor_of, read_prompts, verify_rows
 from boleinfer.cuda_executor import DRAFT_PLANS, DraftPlan
 from boleinfer.draft import NAMES, make_drafter
 from boleinfer.draft.base import Limits
 from boleinfer.draft.device import DeviceDrafter
 from boleinfer.draft.none import NoDrafter
+from boleinfer.heard import hear
 from boleinfer.llm import BUNDLED, LLM
+from boleinfer.near_tie import APART, distance, first_difference
 from boleinfer.params import SamplingParams
 from boleinfer.provenance import gpu_provenance
 from boleinfer.request import Request
@@ -36,7 +41,7 @@ PARTS = ("bundled", "profiles", "verify", "never")
 SIZES, BATCHES = ("qwen3.5-9b", "qwen3.5-27b"), (1, 4, 8, 16, 32)
 NEVER_BATCHES = (1, 8, 32)
 NODES = 127  # of a request's draft at most, so that a lone request can fill a step of 128 rows
-TOKENS, NEVER_TOKENS = 256, 512  # of each request, on average
+TOKENS, NEVER_TOKENS, HEARD_TOKENS = 256, 512, 24  # of each request, on average; with their logits
 PROMPTS, PROMPT_TOKENS, REPEATS = 8, 96, 2  # of each kind of text, and how often all are answered
 KNOWN = 0.97  # of the tokens are among the ids that drafts look at (DraftPlan.ids), between code and prose
 
@@ -87,7 +92,8 @@ def bench_speculation(args: argparse.Namespace) -> int:
     if output is not None and record["profiles"]:
         output.with_suffix(".svg").write_text(speculation_tables.plot(record), encoding="utf-8")
     rows = [*record["bundled"], *record["profiles"], *record["never"]]
-    return 0 if all(r["same_tokens"] for r in rows) else 1
+    apart = [r["logits_apart"] for r in (*record["profiles"], *record["never"])]
+    return 0 if all(r["same_tokens"] for r in rows) and max(apart, default=0.0) <= APART else 1
 
 
 # ---- (a) the shipped model -------------------------------------------------------------------------------------------
@@ -189,8 +195,10 @@ def published(
             adversary = against(llm, batch, prompt, NEVER_TOKENS, PROFILES[0], plain, honest=False)
             found.append(("never", PROFILES[0], adversary))
         again = run(llm, batch, prompt, TOKENS, None)
+        apart = logits_apart(llm, batch, prompt, plain)
         for part, profile, fast in found:
-            record[part].append({"shape": size, "context": prompt, **row(batch, profile, fast, plain, again)})
+            numbers = {**row(batch, profile, fast, plain, again), "logits_apart": apart}
+            record[part].append({"shape": size, "context": prompt, **numbers})
             print(f"{size} at {batch}, {part}: {record[part][-1]['times_plain']:.3f} x plain", file=sys.stderr)
     del llm
     gc.collect()
@@ -221,7 +229,9 @@ def shape_of(plan: DraftPlan) -> Shape:
 
 @dataclass
 class Run:
-    """What some requests generated after their first tokens, and how fast. ways: steps in each way to draft."""
+    """What some requests generated after their first tokens, and how fast.
+
+    ways: steps in each way to draft; logits: of the first requests where they were kept, [vocab] a token"""
 
     tokens: list[list[int]]
     seconds: float
@@ -229,13 +239,16 @@ class Run:
     steps: int
     rows: float
     ways: list[int]
+    logits: list[list[np.ndarray]]
 
     @property
     def tokens_per_s(self) -> float:
         return self.made / self.seconds
 
 
-def against(llm: LLM, batch: int, prompt: int, length: int, profile: Profile, plain: Run, honest: bool) -> Run:
+def against(
+    llm: LLM, batch: int, prompt: int, length: int, profile: Profile, plain: Run, honest: bool, hears: bool = False
+) -> Run:
     """A profile's run, which begins with everything still to be learnt."""
 
     def shape() -> Shape | None:
@@ -243,17 +256,37 @@ def against(llm: LLM, batch: int, prompt: int, length: int, profile: Profile, pl
         return shape_of(DRAFT_PLANS[variant - 1]) if variant else None
 
     answers = [t + [0] * NODES for t in plain.tokens]
-    return run(llm, batch, prompt, length, ProfileDrafter(profile, answers, shape, llm.config.vocab_size, honest))
+    drafter = ProfileDrafter(profile, answers, shape, llm.config.vocab_size, honest)
+    return run(llm, batch, prompt, length, drafter, hears)
 
 
-def run(llm: LLM, batch: int, prompt: int, length: int, drafter: ProfileDrafter | None) -> Run:
-    """Requests with random prompts until they have generated so much on average. None: plain decoding."""
+def logits_apart(llm: LLM, batch: int, prompt: int, plain: Run) -> float:
+    """The largest distance (near_tie.distance) of a token's logits with drafts from those of plain decoding.
+
+    Tokens are compared up to a request's first that differs. Drafts are right as the first profile says; what was
+    accepted and committed wrongly moves the logits of every token behind it."""
+    right = run(llm, batch, prompt, HEARD_TOKENS, None, hears=True)
+    found = against(llm, batch, prompt, HEARD_TOKENS, PROFILES[0], plain, honest=True, hears=True)
+    worst = 0.0
+    for b, (x, y) in enumerate(zip(found.logits, right.logits)):
+        tokens = [r.tokens[b][prompt + 1 :] for r in (found, right)]  # the first comes with the prompt
+        same = first_difference(*tokens)
+        compared = min(map(len, tokens)) if same is None else same + 1
+        worst = max([worst, *(distance(i, j) for i, j in zip(x[:compared], y))])
+    return worst
+
+
+def run(llm: LLM, batch: int, prompt: int, length: int, drafter: ProfileDrafter | None, hears: bool = False) -> Run:
+    """Requests with random prompts until they have generated so much on average. None: plain decoding.
+
+    hears: logits of some of them are kept"""
     engine, executor = llm.engine, executor_of(llm)
     executor.draft_as(DRAFT_PLANS if drafter is not None else ())
     engine.drafter = NoDrafter() if drafter is None else drafter
     requests, _ = read_prompts(llm, batch, prompt)
     if drafter is not None:
         drafter.number(requests)
+    heard = hear(requests[:HEARD]) if hears else []
     steps, first = 0, generated(requests)
     ways = dict.fromkeys(range(1 + len(executor.depths)), 0)
     began = time.perf_counter()
@@ -269,6 +302,7 @@ def run(llm: LLM, batch: int, prompt: int, length: int, drafter: ProfileDrafter 
         steps,
         batch + sum(r.stats.drafted for r in requests) / steps,
         list(ways.values()),
+        heard,
     )
     drop(llm, requests)
     return found

@@ -12,6 +12,14 @@ from boleinfer.sampling import Sampler, uniform
 BOUNDS = {"float": 2e-5, "bf16": 0.1}
 """The largest gap that is rounding, by type of activations, in standard deviations of the row's logits."""
 
+APART = 0.1
+"""The largest distance of two rows of logits of the same text in bf16 that is rounding."""
+
+
+def distance(x: np.ndarray, y: np.ndarray) -> float:
+    """How far x is from y, two rows of logits, against y's own size: |x - y| / |y - its mean|."""
+    return float(np.linalg.norm(x - y) / np.linalg.norm(y - y.mean()))
+
 
 def gap(logits: np.ndarray, sampler: Sampler, token: int) -> float:
     """By how much the difference of two logits has to change, at least, for `token` to be drawn; 0 where it is.

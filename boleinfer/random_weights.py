@@ -2,6 +2,10 @@
 
 Matrices are normal with variance 1 / width, those that end a block smaller by the square root of twice the number of
 layers, so that the residual stream stays near unit size; decays are those that Gated DeltaNet is initialised with.
+
+The head's rows are the embedding's in another order, so that one token is likelier than all others by a few logits, as
+it mostly is for a trained model, and rounding hardly ever changes what is chosen: the id after the last one, inside a
+block of 1,024 ids; the last one itself where the head is the embedding. All other logits are noise of the whole text.
 """
 
 from __future__ import annotations
@@ -17,10 +21,13 @@ from boleinfer.config import ModelConfig
 from boleinfer.device import Fp8
 from boleinfer.device_weights import kind
 from boleinfer.memory import panels
+from boleinfer.ops.embedding import embedding
 from boleinfer.plans import Shapes, Target
 from boleinfer.weights import BLOCK
 
 _FP8_UNIT = 64.0  # standard deviation of the stored FP8 numbers; they end at 448
+_ROUND = 1024  # ids that follow each other, the first one the last
+_TOKEN, _LOGITS = 6.0, 0.25  # length of an embedding; gain of the final norm: logits of standard deviation 1.5
 
 
 def make(
@@ -40,7 +47,10 @@ def make(
     arrays: dict[str, Any] = {}
     for stream, target in enumerate(targets):
         rng = np.random.default_rng((seed, stream))
-        if len(target.shape) == 1:
+        if target.name == "lm_head" and gpu:
+            rows = device.upload(followed(config.vocab_size).astype(np.int32))
+            arrays[target.name] = embedding(rows, arrays["embed_tokens"])
+        elif len(target.shape) == 1:
             vector = _vector(target, rng)
             arrays[target.name] = device.upload(vector) if gpu else vector
         elif gpu:
@@ -48,9 +58,11 @@ def make(
             quantised = fp8 and _is_quantised(target.name)
             arrays[target.name] = _matrix(target, config, dtype, quantised, seed, stream)
         else:
+            if target.name == "lm_head":
+                rng = np.random.default_rng((seed, [t.name for t in targets].index("embed_tokens")))
             values = rng.standard_normal(target.shape, np.float32)
             values *= _scale(target, config)
-            arrays[target.name] = _as_loaded(values)
+            arrays[target.name] = _as_loaded(values[followed(len(values))] if target.name == "lm_head" else values)
     arrays.setdefault("lm_head", arrays["embed_tokens"])
     return arrays
 
@@ -75,6 +87,13 @@ def sizes(
     return found
 
 
+def followed(vocab: int) -> np.ndarray:
+    """int64 [vocab]: the id that each id follows."""
+    ids = np.arange(vocab)
+    first = ids // _ROUND * _ROUND
+    return first + (ids - first - 1) % np.minimum(_ROUND, vocab - first)
+
+
 def _vector(target: Target, rng: np.random.Generator) -> np.ndarray:
     (n,), name = target.shape, target.name
     if name.endswith("A_log"):
@@ -84,6 +103,8 @@ def _vector(target: Target, rng: np.random.Generator) -> np.ndarray:
         values = step + np.log(-np.expm1(-step))  # softplus of it is the step
     else:  # norms; the one inside GDN is a plain gain
         values = 0.1 * rng.standard_normal(n) + name.endswith("linear_attn.norm")
+        if name in ("norm", "mtp.norm"):
+            values = _LOGITS * (1 + values) - 1
     return values.astype(np.float32)
 
 
@@ -93,7 +114,7 @@ def _scale(target: Target, config: ModelConfig) -> float:
     if name.endswith("conv1d"):
         return 0.5
     if name in ("embed_tokens", "lm_head"):
-        return 3 / math.sqrt(width)  # logits of standard deviation 3
+        return _TOKEN / math.sqrt(width)
     if name.endswith(("o_proj", "out_proj", "down_proj")):
         return 1 / math.sqrt(2 * width * config.num_hidden_layers)
     return 1 / math.sqrt(width)

@@ -110,15 +110,24 @@ def test_decode(pretend, tmp_path, capsys):
     record = json.loads(file.read_text())
     assert [row["batch"] for row in record["rows"]] == [1, 2] and record["gpu"] == GPU["gpu"]
     for row in record["rows"]:
-        assert row["same_tokens"] and row["captured"] and row["rows"] == 8
+        assert row["same_tokens"] and row["same_logits"] and row["captured"] and row["rows"] == 8
         assert row["share"] == pytest.approx(row["floor_ms"] / row["ms"]) and row["prefill_tokens_per_s"] > 0
         assert row["context"] == pytest.approx(20 + 1 + 2, abs=2)
         assert row["launches"] > 40
     assert "| tiny | 1 |" in capsys.readouterr().out
 
 
-def test_a_graph_that_gives_other_tokens_fails_the_run(pretend, monkeypatch):
-    monkeypatch.setattr(bench_gpu, "_one_by_one", lambda *_: ([[1, 2, 3]], 50))
+@pytest.mark.parametrize("what", ["tokens", "logits"])
+def test_a_graph_that_gives_other_tokens_or_logits_fails_the_run(pretend, monkeypatch, what):
+    honest = bench_gpu.first_answers
+
+    def first_answers(llm, batch, prompt):
+        tokens, logits = honest(llm, batch, prompt)
+        if type(llm.engine.executor.runner) is Eager:
+            return ([[0]], logits) if what == "tokens" else (tokens, np.nextafter(logits, np.float32(9)))
+        return tokens, logits
+
+    monkeypatch.setattr(bench_gpu, "first_answers", first_answers)
     assert cli.main(["bench", "decode", "--random-weights", TINY, "--prompt", "20"]) == 1
 
 

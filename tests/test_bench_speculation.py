@@ -8,10 +8,13 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from boleinfer import bench_speculation, cli, cuda_executor, pricing
+from boleinfer import bench_speculation, cli, cuda_executor, device, pricing
 from boleinfer.acceptance import Profile, ProfileDrafter, Shape, Template, scaled
 from boleinfer.cuda_executor import DraftPlan
 from boleinfer.draft.base import Limits
+from boleinfer.llm import LLM
+from boleinfer.near_tie import APART
+from boleinfer.state import State
 from tests.test_bench_gpu import GPU, TINY, pretend  # noqa: F401
 
 WIDE = Shape(4, 4, 8)
@@ -89,7 +92,27 @@ def test_published_shapes(quick, tmp_path, capsys):
     record = json.loads(file.read_text())
     assert [r["profile"] for r in record["profiles"]] == ["paper", "code", "prose"] and len(record["never"]) == 1
     for row in record["profiles"]:
-        assert row["same_tokens"] and row["tokens_per_step"] >= 1 and sum(row["ways"]) > 0
+        assert row["same_tokens"] and row["logits_apart"] < APART
+        assert row["tokens_per_step"] >= 1 and sum(row["ways"]) > 0
     assert record["never"][0]["tokens_per_step"] == 1
     assert f"| {TINY} | 2 | paper |" in capsys.readouterr().out
     ElementTree.fromstring(file.with_suffix(".svg").read_text())
+
+
+def test_a_wrong_commit_is_noticed(quick, monkeypatch):
+    """The tokens stay the same, since random weights go by the last one; the logits do not."""
+    llm = LLM(device="cuda", random_weights=TINY, draft="mtp", draft_nodes=7, max_batch=2, max_model_len=128)
+    monkeypatch.setattr(bench_speculation, "HEARD_TOKENS", 12)
+    plain = bench_speculation.run(llm, 2, 12, 24, None)
+    assert bench_speculation.logits_apart(llm, 2, 12, plain) < APART
+    honest = State.commit
+
+    def commit(self, batch, pending, paths):
+        if isinstance(llm.engine.drafter, ProfileDrafter):
+            device.fill(pending[0].u, 0)
+        honest(self, batch, pending, paths)
+
+    monkeypatch.setattr(State, "commit", commit)
+    assert bench_speculation.logits_apart(llm, 2, 12, plain) > APART
+    fast = bench_speculation.against(llm, 2, 12, 12, bench_speculation.PROFILES[0], plain, honest=True)
+    assert all(a[: len(b)] == b[: len(a)] for a, b in zip(fast.tokens, plain.tokens))

@@ -106,6 +106,11 @@ def test_random_weights_have_the_shapes_of_files_and_sound_sizes(gpu, family):
             np.testing.assert_array_equal(a, b, err_msg=name)
         elif a.size > 5000:
             assert a.std() == pytest.approx(b.std(), rel=0.05) and abs(a.mean()) < 0.05 * a.std(), name
+    if "lm_head" in targets:  # what likely follows a token is another one
+        kept = {name: device.download(gpu_arrays[name]) for name in ("embed_tokens", "lm_head")}
+        for arrays in (kept, {name: joined_panels(name, cpu_arrays[name]) for name in kept}):
+            follows = random_weights.followed(len(arrays["lm_head"]))
+            np.testing.assert_array_equal(arrays["lm_head"], arrays["embed_tokens"][follows])
     again = random_weights.make(config, plan, BF16, seed=3)
     other = random_weights.make(config, plan, BF16, seed=4)
     for name, array in gpu_arrays.items():
