@@ -12,7 +12,7 @@ examples:
   boleinfer bench cpu                              all prompts; writes benchmarks/results/cpu.json
   boleinfer bench cpu --prompts 2 --repeats 1      a quick look
   boleinfer bench decode                           plain decoding of published sizes on the GPU
-  boleinfer bench decode --random-weights qwen3.5-9b --batch 1 8 32
+  boleinfer bench decode --random-weights qwen3.5-9b qwen3.5-9b-fp8 --batch 1 8 32 --roofline
   boleinfer bench verify                           what a step of many rows costs there, against one row
   boleinfer bench kernels --only linear            products beside cuBLAS
   boleinfer bench tree --requests 1 32             trees in the delta rule and in attention, beside their floors
@@ -46,7 +46,8 @@ def add_bench_commands(bench: argparse.ArgumentParser) -> None:
 
     decode = command("decode", "bench_gpu", "plain decoding of published sizes on the GPU", "decode.json")
     _add_sizes(decode)
-    decode.add_argument("--batch", type=count, nargs="+", metavar="N", help="requests at once (default: 1)")
+    decode.add_argument("--batch", type=count, nargs="+", metavar="N", help="requests at once (default: 1 to 128)")
+    decode.add_argument("--roofline", action="store_true", help="also draw what it reached, beside the result (.svg)")
     _add_prompt(decode)
 
     verify = command("verify", "bench_gpu", "a step of many rows against one of one row, on the GPU", "verify.json")
@@ -93,7 +94,7 @@ def rows(text: str) -> int:
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--random-weights", nargs="+", metavar="SIZE", help="published sizes, such as qwen3.5-9b")
+    parser.add_argument("--random-weights", nargs="+", metavar="SIZE", help="published sizes, such as qwen3.5-9b-fp8")
 
 
 def _add_prompt(parser: argparse.ArgumentParser) -> None:

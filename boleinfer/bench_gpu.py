@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
 import numpy as np
 
-from boleinfer import bench_tables, timing
+from boleinfer import bench_graphs, bench_roofline, bench_tables, device, timing
 from boleinfer.cuda_executor import CudaExecutor
 from boleinfer.device import Fp8
 from boleinfer.draft.base import Drafter
@@ -26,29 +28,41 @@ from boleinfer.graphs import Eager, Graphs
 from boleinfer.heard import hear
 from boleinfer.llm import LLM
 from boleinfer.memory_plan import FLOAT, Memory, envelopes
+from boleinfer.ops.linear import linear
 from boleinfer.params import SamplingParams
 from boleinfer.provenance import gpu_provenance
+from boleinfer.random_weights import normal
 from boleinfer.request import Request
 from boleinfer.results import output_file, write
 from boleinfer.sampling import Sampler
 from boleinfer.state import GDNLayer
 
-DECODE_SIZES = ("qwen3.5-0.8b", "qwen3.5-2b", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b")
+DECODE: dict[str, tuple[int, ...]] = {  # published size: requests at once
+    **{f"qwen3.5-{n}b": (1,) for n in ("0.8", "2", "4")},
+    "qwen3.5-9b": (1, 8, 32, 128),
+    **dict.fromkeys(("qwen3.5-27b", "qwen3.5-9b-fp8", "qwen3.5-27b-fp8"), (1, 32)),
+    **dict.fromkeys(("qwen3.5-35b-a3b", "qwen3-next-80b-a3b-fp8"), (1, 8)),
+}
+GRAPHS_OF = "qwen3.5-27b"  # whose graphs are weighed
 VERIFY_SIZES = ("qwen3.5-0.8b", "qwen3.5-9b", "qwen3.5-27b")
 VERIFY_ROWS = (1, 8, 16, 32, 64, 128)
 STEPS, WARM, COMPARED = 64, 8, 16  # timed steps, steps before them, tokens compared with launching one by one
+COMPARED_PROMPT = 64  # tokens of the prompts before those
 HEARD = 8  # requests of which the logits are compared as well
 REPLAYS = 33  # of a graph between two events: as many as a ring of 32 needs to be folded once
 ROUNDS = 3
 PROMPT = 1024
+PRODUCT = (4096, 4096, 12288)  # R, Din, Dout of the product that shows what arithmetic gives
 
 
 def bench_decode(args: argparse.Namespace) -> int:
     """Exit status of the command: 1 when a graph gave other tokens or logits than its kernels launched one by one."""
-    sizes, batches = args.random_weights or DECODE_SIZES, args.batch or (1,)
-    output = output_file(args, "decode.json", quick=bool(args.random_weights or args.batch))
+    quick = bool(args.random_weights or args.batch)
+    output = output_file(args, "decode.json", quick)
     record = _record("plain decoding, random weights; a step as the engine runs it, and its graph alone")
-    for size in sizes:
+    record["product_tflop_s"] = product_tflop_s()
+    for size in args.random_weights or DECODE:
+        batches = args.batch or DECODE.get(size, (1,))
         llm = load(size, args.prompt, max_batch=max(8, *batches))
         for batch in batches:
             record["rows"].append(decode_row(llm, size, batch, args.prompt, record["read_gb_s"]))
@@ -56,8 +70,14 @@ def bench_decode(args: argparse.Namespace) -> int:
             write(record, output, note=False)
         del llm
         gc.collect()
+    if not quick:
+        record["graphs"] = bench_graphs.weighed(GRAPHS_OF)
     print(bench_tables.decode(record))
     write(record, output)
+    if args.roofline:
+        plot = (output or Path("decode.json")).with_suffix(".svg")
+        plot.write_text(bench_roofline.plot(record), encoding="utf-8")
+        print(f"written to {plot}", file=sys.stderr)
     return 0 if all(row["same_tokens"] and row["same_logits"] for row in record["rows"]) else 1
 
 
@@ -158,7 +178,7 @@ def executor_of(llm: LLM) -> CudaExecutor:
 
 def decode_row(llm: LLM, size: str, batch: int, prompt: int, read_gb_s: float) -> dict[str, Any]:
     """One batch of one shape."""
-    requests, _ = read_prompts(llm, batch, prompt)  # compiles and captures
+    requests, _ = read_prompts(llm, min(batch, 2), prompt)  # compiles
     drop(llm, requests)
     requests, prefill_s = read_prompts(llm, batch, prompt)
     step_s(llm, WARM)
@@ -167,18 +187,18 @@ def decode_row(llm: LLM, size: str, batch: int, prompt: int, read_gb_s: float) -
     ms = 1e3 * median(step_s(llm, STEPS))
     captured = isinstance(runner, Graphs) and runner.replays == replays + STEPS
     context = float(np.mean([r.committed for r in requests])) - STEPS / 2
-    tokens = [r.generated[:COMPARED] for r in requests]
     alone_ms = graph_ms(llm, batch)
     drop(llm, requests)
-    answers = first_answers(llm, batch, prompt)
+    short = min(prompt, COMPARED_PROMPT)
+    answers = first_answers(llm, batch, short)
     with one_by_one(llm):
-        again = first_answers(llm, batch, prompt)
-        launches = launches_of_a_step(llm, batch, prompt)
+        again = first_answers(llm, batch, short)
+        launches = launches_of_a_step(llm, batch, short)
     nbytes = step_bytes(llm, batch, context)
     floor_ms = nbytes / read_gb_s / 1e6
     return {
-        "shape": size,
-        "dtype": "bfloat16",
+        "shape": size.removesuffix("-fp8"),
+        "dtype": "fp8" if size.endswith("-fp8") else "bfloat16",  # of the matrices
         "batch": batch,
         "rows": next(rows for rows in envelopes(llm.engine.scheduler.max_rows) if rows >= batch),
         "context": context,
@@ -188,16 +208,17 @@ def decode_row(llm: LLM, size: str, batch: int, prompt: int, read_gb_s: float) -
         "share": floor_ms / ms,
         "graph_share": floor_ms / alone_ms,
         "read_bytes": nbytes,
+        "flop": step_flop(llm, batch),
         "launches": launches,
         "captured": captured,
         "prefill_tokens_per_s": batch * prompt / prefill_s,
-        "same_tokens": again[0] == answers[0] == tokens,
+        "same_tokens": again[0] == answers[0],
         "same_logits": np.array_equal(again[1], answers[1]),
     }
 
 
 def first_answers(llm: LLM, batch: int, prompt: int) -> tuple[list[list[int]], np.ndarray]:
-    """The first tokens of the same requests, and of some of them the logits from the second one on,
+    """The first tokens of some requests, and of the first of them the logits from the second one on,
     [requests, tokens, vocab]."""
     requests, _ = read_prompts(llm, batch, prompt)
     heard = hear(requests[:HEARD])
@@ -208,7 +229,7 @@ def first_answers(llm: LLM, batch: int, prompt: int) -> tuple[list[list[int]], n
 
 
 def launches_of_a_step(llm: LLM, batch: int, prompt: int) -> int:
-    """Kernels that a step of the same requests launches, outside a graph."""
+    """Kernels that a step of so many requests launches, outside a graph."""
     requests, _ = read_prompts(llm, batch, prompt)
     with timing.recorded() as launches:
         llm.engine.step()
@@ -249,14 +270,40 @@ def random_tree(nodes: int, rng: np.random.Generator) -> Tree:
 def step_bytes(llm: LLM, batch: int, context: float) -> int:
     """Bytes that a step of one row a request has to read, each once.
 
-    Weights without the embedding table (a tied one is the head) and the MTP layer, of experts those that so many
-    independent rows choose; states, windows, rings half full, keys and values."""
-    c, nbytes = llm.config, 0.0
-    for name, w in llm.model.weights.items():
-        if name != "embed_tokens" and not name.startswith("mtp."):
-            chosen = 1 - (1 - c.num_experts_per_tok / c.num_experts) ** batch if ".experts." in name else 1
-            nbytes += chosen * (w.bits.nbytes + w.scale.nbytes if isinstance(w, Fp8) else w.nbytes)
+    Weights without the embedding table (a tied one is the head) and the MTP layer, FP8 ones with their scales, of
+    experts those that so many independent rows choose; states, windows, rings half full, keys and values."""
+    c = llm.config
+    chosen = 1 - (1 - c.num_experts_per_tok / max(1, c.num_experts)) ** batch
+    weights = sum(
+        (chosen if expert else 1) * (w.bits.nbytes + w.scale.nbytes if isinstance(w, Fp8) else w.nbytes)
+        for w, expert in _read_weights(llm)
+    )
     state = llm.engine.state
     memory = Memory.of(c, False, state.dtype.itemsize, FLOAT)
     ring = memory.ring * next(m.ring.g.shape[1] for m in state.layers if isinstance(m, GDNLayer)) / 2
-    return round(nbytes + batch * (memory.state + memory.conv + ring + memory.kv * context))
+    return round(weights + batch * (memory.state + memory.conv + ring + memory.kv * context))
+
+
+def step_flop(llm: LLM, batch: int) -> int:
+    """Multiplications and additions of such a step's products with weights."""
+    c = llm.config
+    part = c.num_experts_per_tok / max(1, c.num_experts)
+    weights = sum(
+        (part if expert else 1) * (w.bits.size if isinstance(w, Fp8) else w.size) for w, expert in _read_weights(llm)
+    )
+    return round(2 * batch * weights)
+
+
+def _read_weights(llm: LLM) -> Iterator[tuple[Any, bool]]:
+    """Every weight that plain decoding reads, and whether only what the router chooses of it."""
+    for name, w in llm.model.weights.items():
+        if name != "embed_tokens" and not name.startswith("mtp."):
+            yield w, ".experts." in name
+
+
+def product_tflop_s() -> float:
+    """Multiplications and additions in a second, in units of 10^12, of a large bf16 product."""
+    R, Din, Dout = PRODUCT
+    bf16 = device.dtype("bf16")
+    x, w = normal((R, Din), bf16, 0, 0, 1.0), normal((Dout, Din), bf16, 0, 1, Din**-0.5)
+    return 2 * R * Din * Dout / timing.calls_us([functools.partial(linear, x, w)] * 4) / 1e6

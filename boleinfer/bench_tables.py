@@ -11,7 +11,7 @@ def decode(record: Record) -> str:
     """decode.json."""
     rows = [
         (
-            r["shape"],
+            f"{r['shape']}{' fp8' if r['dtype'] == 'fp8' else ''}",
             r["batch"],
             f"{r['ms']:.2f}",
             f"{r['graph_ms']:.2f}",
@@ -35,11 +35,19 @@ def decode(record: Record) -> str:
         "kernels",
         "prompt tok/s",
     )
-    return (
-        f"{_machine(record)}: plain decoding in bfloat16, random weights, about {context:,.0f} tokens of context. "
-        f"*Floor* is the time to read once what a step must read, at the {record['read_gb_s']:,.0f} GB/s that a kernel "
-        f"which only reads got in the same run; *share* is floor over step.\n\n{_table(titles, rows)}"
+    table = (
+        f"{_machine(record)}: plain decoding in bfloat16 (fp8: matrices in blocks of 128 x 128), random weights, about "
+        f"{context:,.0f} tokens of context. *Floor* is the time to read once what a step must read, at the "
+        f"{record['read_gb_s']:,.0f} GB/s that a kernel which only reads got in the same run; *share* is floor over "
+        f"step.\n\n{_table(titles, rows)}"
     )
+    if g := record.get("graphs"):
+        table += (
+            f"\n\nThe {g['graphs']} graphs of {g['shape']}, every number of rows and every way to draft, are captured "
+            f"in {g['s']:.1f} s and take {g['bytes'] / 1e6:.0f} MB beside the {g['pool_bytes'] / 1e6:.0f} MB that all "
+            f"steps share. While requests came and went, {g['captures_while_serving']} were captured."
+        )
+    return table
 
 
 def verify(record: Record) -> str:

@@ -41,7 +41,7 @@ class Eager:
 class Graphs:
     """Captures each key's step at its rehearsal and replays it from then on: no launch from Python, no allocation.
 
-    replays: steps that ran as a graph so far
+    captures, replays: steps that were captured, and that ran as a graph, so far
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Graphs:
         self.stream = cupy.cuda.Stream()  # in order with what runs on the default stream, such as clearing a slot
         self._pool = cupy.cuda.MemoryPool()
         self._graphs: dict[Hashable, tuple[Any, object] | None] = {}
-        self.replays = 0
+        self.captures = self.replays = 0
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
@@ -91,6 +91,7 @@ class Graphs:
                 problem = problem or error
         if problem is not None:
             warnings.warn(f"step {key} cannot be captured and runs kernel by kernel: {problem}", stacklevel=2)
+        self.captures += 1
         self._graphs[key] = None if problem is not None else (graph, kept)
 
     def run(self, key: Hashable, step: Callable[[], object]) -> None:

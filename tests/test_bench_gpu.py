@@ -34,8 +34,13 @@ GPU = {"gpu": "Emulated", "driver": "1.0", "date": "2026-01-01T00:00:00"}
 class FakeGraphs(Eager):
     """Counts replays, captures nothing."""
 
+    pool_bytes = 0
+
     def __init__(self):
-        self.replays = 0
+        self.captures = self.replays = 0
+
+    def rehearse(self, key, step):
+        self.captures += 1
 
     def run(self, key, step):
         self.replays += 1
@@ -75,6 +80,7 @@ def pretend(monkeypatch):
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
     }
     monkeypatch.setitem(PUBLISHED, TINY, tiny)
+    monkeypatch.setattr(bench_gpu, "PRODUCT", (16, 64, 64))
     for name, value in {"STEPS": 4, "WARM": 1, "COMPARED": 3, "REPLAYS": 4, "ROUNDS": 1}.items():
         monkeypatch.setattr(bench_gpu, name, value)
     for module in (cuda_executor, bench_gpu, timing):
