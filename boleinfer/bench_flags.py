@@ -16,6 +16,7 @@ examples:
   boleinfer bench verify                           what a step of many rows costs there, against one row
   boleinfer bench kernels --only linear            products beside cuBLAS
   boleinfer bench tree --requests 1 32             trees in the delta rule and in attention, beside their floors
+  boleinfer bench ring                             how many committed factors to keep
   boleinfer bench speculation                      what drafting gains, and what it costs where nothing is right
   boleinfer bench start                            first token of a new process, loading
   boleinfer bench step --random-weights qwen3.5-27b --rows 16     microseconds of each kernel of a step
@@ -25,7 +26,7 @@ Each writes its file in benchmarks/results of this checkout when it ran as it st
 
 
 def add_bench_commands(bench: argparse.ArgumentParser) -> None:
-    """cpu, decode, verify, kernels, tree, start and step below `boleinfer bench`."""
+    """cpu, decode, verify, kernels, tree, ring, speculation, start and step below `boleinfer bench`."""
     commands = bench.add_subparsers(title="what is measured", metavar="WHAT", required=True)
 
     def command(name: str, module: str, summary: str, file: str = "") -> argparse.ArgumentParser:
@@ -66,6 +67,10 @@ def add_bench_commands(bench: argparse.ArgumentParser) -> None:
     tree.add_argument("--requests", type=count, nargs="+", metavar="N", help="requests at once (default: 1 to 128)")
     tree.add_argument("--value-heads", type=count, nargs="+", metavar="N", help="of GDN (default: 32 48 64)")
     tree.add_argument("--peers", metavar="FOLDER", help="holds gdn_peers.py: other kernels to run beside GDN's")
+
+    ring = command("ring", "bench_ring", "committed factors by how many are kept, on the GPU", "ring.json")
+    ring.add_argument("--requests", type=count, nargs="+", metavar="N", help="requests at once (default: 1 8 32)")
+    _add_prompt(ring)
 
     speculation = command("speculation", "bench_speculation", "what drafting gains on the GPU", "speculation.json")
     _add_sizes(speculation)

@@ -131,6 +131,25 @@ def _cell(r: Record) -> str:
     return f"{r['us']:.1f}, {r['us'] / r['floor_us']:.1f} floors{peer}"
 
 
+def ring(record: Record) -> str:
+    """ring.json: capacities down; what a step commits, and requests, across."""
+    sizes, rows = record["sizes"], record["rows"]
+    columns = list(dict.fromkeys((r["tokens"], r["N"], r["B"]) for r in rows))
+    lines = []
+    for C in dict.fromkeys(r["C"] for r in rows):
+        found = {(r["tokens"], r["N"], r["B"]): r for r in rows if r["C"] == C}
+        lines.append(
+            (C, *(f"{r['read_us']:.0f} + {r['fold_us']:.0f} ({r['share']:.2%})" for r in map(found.get, columns) if r))
+        )
+    titles = [f"{tokens} of {N}, {B} request{'s' * (B > 1)}" for tokens, N, B in columns]
+    return (
+        f"{_machine(record)}: microseconds of a step in all {sizes['layers']} layers of {record['shape']}: the delta "
+        "rule, an average over how full the ring is, + folding it, an average over steps (and that as a share of a "
+        "plain step); by the ring's capacity, the tokens that a step commits, and the nodes that it has.\n\n"
+        f"{_table(('capacity', *titles), lines)}"
+    )
+
+
 def start(record: Record) -> str:
     """start.json."""
     phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in record["phases_s"].items())
@@ -154,6 +173,7 @@ FILES = {
     "kernels.json": kernels,
     "gdn_tree.json": tree,
     "gdn_tree.json in short": tree_in_short,
+    "ring.json": ring,
     "start.json": start,
 }
 """Result file, and after it what is shown of it where it is shown twice -> what shows it."""

@@ -52,6 +52,8 @@ class Case(NamedTuple):
     op: str
     Hv: int
     trees: list[Tree]
+    ring: int = RING
+    filled: int = FILLED
 
     @property
     def N(self) -> int:
@@ -65,7 +67,7 @@ class Case(NamedTuple):
 
     def asked(self) -> Arrays:
         """As bench_peers takes it."""
-        sizes = {"Hk": HK, "Hv": self.Hv, "width": WIDTH, "ring": RING, "filled": FILLED}
+        sizes = {"Hk": HK, "Hv": self.Hv, "width": WIDTH, "ring": self.ring, "filled": self.filled}
         return {"op": self.op, **sizes, "parents": [tree.parent.tolist() for tree in self.trees]}
 
 
@@ -159,17 +161,17 @@ def gdn_row(case: Case, read_gb_s: float) -> Arrays:
     whole = case.op.endswith("back")
     op, rows_of, fixed = (core, rows_of_core, weights(Hv)) if whole else (gdn, rows_of_gdn, {})
     rows = [rows_of(Hv, B * N, 0)]
-    n = timing.copies(4 * B * Hv * WIDTH * WIDTH + size(rows[0]), least=2, most=64)
+    n = timing.copies(4 * B * Hv * WIDTH * WIDTH + size(rows[0], case), least=2, most=64)
     rows += [rows_of(Hv, B * N, i) for i in range(1, n)]
-    held, forest = memory(Hv, n * B, whole), upload(Forest.of(case.trees, [RING] * B))
+    held, forest = memory(case, n * B, whole), upload(Forest.of(case.trees, [case.filled] * B))
     calls = []
     for i in range(n):
         slot = device.upload(np.arange(i * B, (i + 1) * B, dtype=np.int32))
         calls.append(functools.partial(op, **rows[i], **fixed, **held, slot=slot, forest=forest))
     found = calls[0]()
     written = sum(out.nbytes for out in found)
-    nbytes = size(rows[0]) + size(fixed) + size(held) // n + written
-    made = timed({"op": case.op, "Hv": Hv, "B": B, "N": N, "ring": FILLED}, calls, nbytes, read_gb_s)
+    nbytes = size(rows[0], case) + size(fixed, case) + size(held, case) // n + written
+    made = timed({"op": case.op, "Hv": Hv, "B": B, "N": N, "ring": case.filled}, calls, nbytes, read_gb_s)
     made["rel_err"], made["rel_err_u"] = errors(case, op, rows[0], fixed, held, found)
     return made
 
@@ -202,22 +204,22 @@ def weights(Hv: int) -> Arrays:
     return {name: device.upload(array.astype(np.float32)) for name, array in made.items()}
 
 
-def memory(Hv: int, slots: int, window: bool) -> Arrays:
-    """Checkpoints, rings filled up to FILLED and perhaps convolution windows of so many requests."""
-    rng, V = np.random.default_rng(2), WIDTH
+def memory(case: Case, slots: int, window: bool) -> Arrays:
+    """Checkpoints, rings filled as the case says and perhaps convolution windows of so many requests."""
+    rng, V, Hv, C = np.random.default_rng(2), WIDTH, case.Hv, case.ring
     ring = Ring(
-        random((slots, RING, HK, WIDTH), WIDTH**-0.5, 1),
-        random((slots, RING, Hv, V), 0.1, 2, np.float32),
-        device.upload(-np.exp(rng.uniform(-6, 1, (slots, RING, Hv))).astype(np.float32)),
-        device.upload(np.full(slots, FILLED, np.int32)),
+        random((slots, C, HK, WIDTH), WIDTH**-0.5, 1),
+        random((slots, C, Hv, V), 0.1, 2, np.float32),
+        device.upload(-np.exp(rng.uniform(-6, 1, (slots, C, Hv))).astype(np.float32)),
+        device.upload(np.full(slots, case.filled, np.int32)),
     )
     held = {"S": random((slots, Hv, WIDTH, V), 0.1, 3, np.float32), "ring": ring}
     return held | ({"window": random((slots, TAPS - 1, 2 * HK * WIDTH + Hv * V), 1.0, 4)} if window else {})
 
 
-def size(arrays: Arrays) -> int:
+def size(arrays: Arrays, case: Case) -> int:
     """Bytes that have to be read of them: of a ring what is filled, and all of everything else."""
-    ring = sum(a.nbytes * FILLED // RING for a in arrays["ring"][:3]) if "ring" in arrays else 0
+    ring = sum(a.nbytes * case.filled // case.ring for a in arrays["ring"][:3]) if "ring" in arrays else 0
     return ring + sum(a.nbytes for name, a in arrays.items() if name != "ring")
 
 
@@ -237,7 +239,7 @@ def errors(case: Case, op: Callable, rows: Arrays, fixed: Arrays, held: Arrays, 
     arguments |= {n: Ring(*map(of_slots, a)) if n == "ring" else of_slots(a) for n, a in held.items()}
     arguments = {name: as_double(value) for name, value in arguments.items()}
     trees = [case.trees[b] for b in chosen]
-    wanted = op(**arguments, slot=np.arange(len(chosen)), forest=Forest.of(trees, [RING] * len(trees)))
+    wanted = op(**arguments, slot=np.arange(len(chosen)), forest=Forest.of(trees, [case.filled] * len(trees)))
     return [relative_error(as_double(of_rows(out)), ref) for out, ref in zip(found, wanted)]
 
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from boleinfer import bench_peers, bench_tables, bench_tree, cli, device, timing
+from boleinfer import bench_peers, bench_ring, bench_tables, bench_tree, cli, device, timing
 from boleinfer.bench_peers import measured
 from boleinfer.forest import Tree
 from boleinfer.options import UsageError
-from tests.test_bench_gpu import GPU, pretend  # noqa: F401
+from tests.test_bench_gpu import GPU, TINY, pretend  # noqa: F401
 
 PEERS = """
 from typing import NamedTuple
@@ -165,3 +165,29 @@ def test_kernels_are_compiled_with_few_requests(tmp_path, monkeypatch):
     cases = [bench_tree.Case("token", 4, [Tree.chain([0])] * B).asked() for B in (1, 32, 128)]
     bench_peers.compiled("", cases)
     assert [len(case["parents"]) for case in seen] == [32, 65]
+
+
+def test_ring(pretend, small, monkeypatch, tmp_path, capsys):  # noqa: F811
+    """Folding and reading for every capacity; what is folded is compared with the definition."""
+    for name, value in {
+        "SIZE": TINY,
+        "LAYERS": 2,
+        "HV": 4,
+        "CAPACITIES": (16, 32),
+        "ACCEPTED": ((1, 1), (2, 5)),
+    }.items():
+        monkeypatch.setattr(bench_ring, name, value)
+    monkeypatch.setattr(bench_ring, "gpu_provenance", lambda: dict(GPU))
+    file = tmp_path / "ring.json"
+    assert cli.main(["bench", "ring", "--requests", "1", "2", "--prompt", "20", "-o", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [(r["B"], r["C"], r["tokens"]) for r in rows] == [
+        (B, C, tokens) for B in (1, 2) for C in (16, 32) for tokens in (1, 2)
+    ]
+    for row in rows:
+        assert row["rel_err"] < 2e-6 and row["read_us"] > 0
+        assert row["fold_us"] == pytest.approx(
+            row["none_us"] + row["B"] * row["tokens"] / row["C"] * (row["one_us"] - row["none_us"])
+        )
+        assert row["share"] == pytest.approx(row["fold_us"] / 1e3 / row["step_ms"])
+    assert "| 32 | " in capsys.readouterr().out

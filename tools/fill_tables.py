@@ -20,6 +20,7 @@ TABLES = {"cpu.json": bench.markdown, **bench_tables.FILES, "speculation.json": 
 PAGES = {
     "kernels.json": ("docs/performance-notes.md", "## Kernels on the GPU (`boleinfer bench kernels`)"),
     "gdn_tree.json": ("docs/tree-kernel.md", "## What it takes (`boleinfer bench tree`)"),
+    "ring.json": ("docs/tree-kernel.md", "## How long the ring is (`boleinfer bench ring`)"),
 }
 README = ("README.md", "## How fast on a GPU")
 BEFORE = "## Where to start reading"  # what a new section of the README is put in front of
