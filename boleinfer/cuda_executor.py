@@ -22,6 +22,7 @@ from boleinfer.device_forest import upload as upload_forest
 from boleinfer.device_forest import upload_paths
 from boleinfer.device_sampling import SamplingTable
 from boleinfer.device_step import EMPTY, Chain, Emitted, Part, Slots, Step, StepInputs, accept, follow, plant
+from boleinfer.device_waiting import MOST_WAITING, RING, Waiting
 from boleinfer.executor import Outcome
 from boleinfer.forest import Forest, Tree
 from boleinfer.graphs import Eager, Graphs
@@ -65,9 +66,13 @@ def sampled_rows(max_batch: int, draft_nodes: int) -> int:
 
 
 class _Kind(NamedTuple):
-    """What a step does beside verifying: whether the MTP layer takes in what was accepted, and how it then drafts."""
+    """What a step does for the MTP layer beside verifying.
 
-    remembers: bool
+    waits: the hidden rows that were accepted are kept for later; takes: the layer takes them in; plan: and then drafts
+    """
+
+    waits: bool
+    takes: bool
     plan: DraftPlan | None
 
 
@@ -115,6 +120,7 @@ class CudaExecutor:
         self.model, self.state = model, state
         self.price: Callable[..., CostTable | None] = lambda fresh=False: None
         self.runner: Eager | Graphs = Graphs() if graphs else Eager()
+        self._waiting: Waiting | None = None
         self._max_batch, self._max_rows, self._draft_nodes = max_batch, max_rows, max(1, draft_nodes)
         self.draft_as(drafting if draft_nodes else ())
         self._slots = Slots(state.slots.size, pages, self._draft_nodes)
@@ -122,11 +128,14 @@ class CudaExecutor:
         self._frames: dict[int, _Frame] = {}
         self.most_drafted = LARGEST_CAPTURED
         self._drafts: dict[int, Tree] = {}  # of the slots, as far as the host knows
+        self._taken: dict[int, int] = {}  # by slot, the committed tokens that the MTP layer has taken in
 
     def draft_as(self, drafting: Sequence[DraftPlan]) -> None:
         """The ways in which the GPU drafts from now on; while no request runs."""
         self._drafting = tuple(drafting)
         self.depths: Sequence[int] = [d.depth for d in self._drafting]
+        if self._drafting and self._waiting is None:
+            self._waiting = Waiting(self.state.slots.size, self.model.config.hidden_size, self.state.dtype)
 
     def capture(self) -> None:
         for size in {min(SMALLEST << i, self._max_rows) for i in range((LARGEST_CAPTURED // SMALLEST).bit_length())}:
@@ -135,13 +144,16 @@ class CudaExecutor:
 
     def admit(self, request: Request) -> None:
         place = request.home
-        self._drafts[place.slot] = EMPTY
+        self._drafts[place.slot], self._taken[place.slot] = EMPTY, request.committed
         with self.runner.on():
             self._slots.admit(place.slot, place.pages, request.committed)
             self._sampling.set(place.slot, request.sampler, request.tokens)
 
     def start(self, works: Sequence[Work], way: int = 0) -> Callable[[], list[Outcome]]:
-        frame, kind = self._frame(sum(len(w.tree) for w in works), way), self._kind(way)
+        frame = self._frame(sum(len(w.tree) for w in works), way)
+        kind = self._kind(way, frame.inputs.rows)
+        if kind.waits or kind.takes:
+            self._take_in([w.request for w in works], MOST_WAITING if kind.waits else 0)
         parts = [self._part(w) for w in works]
         if len(parts) == 1 and isinstance(nodes := parts[0].draft, int) and nodes:  # its other rows would be empty
             parts[0] = parts[0]._replace(draft=max(nodes, min(frame.inputs.rows - works[0].known, self._draft_nodes)))
@@ -173,7 +185,8 @@ class CudaExecutor:
 
     def repeat(self, rows: int, way: int = 0) -> None:
         """Queues the last step of so many rows again, as the GPU stands now; to measure, on requests to be dropped."""
-        frame, kind = self._frame(rows, way), self._kind(way)
+        frame = self._frame(rows, way)
+        kind = self._kind(way, frame.inputs.rows)
         self.runner.run((frame.inputs.rows, kind), lambda: self._step(frame, kind))
 
     def time(self, works: Sequence[Work], way: int, about_s: float, most: int) -> float:
@@ -181,6 +194,7 @@ class CudaExecutor:
         with self.runner.on():
             for w in works:  # their lengths may have been changed by hand
                 self._slots.admit(w.request.home.slot, w.request.home.pages, w.request.committed)
+                self._taken[w.request.home.slot] = w.request.committed
         self.start(works, way)()
         once, repeats = 0.0, 1
         for _ in range(2):
@@ -203,8 +217,30 @@ class CudaExecutor:
             pieces = [hidden[i : i + n] for i in range(0, len(tokens), n)]
             return np.concatenate([device.download(self.model.logits(piece)) for piece in pieces])
 
-    def _kind(self, way: int) -> _Kind:
-        return _Kind(bool(self._drafting), self._drafting[way - 1] if way else None)
+    def _kind(self, way: int, rows: int) -> _Kind:
+        """Of a step of so many rows. A step that reads much of a prompt leaves too many rows to wait."""
+        if not self._drafting:
+            return _Kind(False, False, None)
+        takes = way > 0 or rows > LARGEST_CAPTURED
+        return _Kind(not takes, takes, self._drafting[way - 1] if way else None)
+
+    def _take_in(self, requests: Sequence[Request], most: int) -> None:
+        """The MTP layer's keys and values of all tokens that wait, for requests of which more than `most` do."""
+        late = [r for r in requests if r.committed - self._taken[r.home.slot] > most]
+        while late:
+            now, late = late[: (n := max(1, self._max_rows // RING))], late[n:]
+            slots, starts = [r.home.slot for r in now], [self._taken[r.home.slot] for r in now]
+            chains = [Tree.chain(r.tokens[t + 1 : r.committed + 1]) for r, t in zip(now, starts)]
+            pages = np.full((len(now), self._slots.pages.shape[1]), -1, np.int32)
+            for row, r in zip(pages, now):
+                row[: len(r.home.pages)] = r.home.pages
+            with self.runner.on():
+                forest = upload_forest(Forest.of(chains, starts))
+                batch = Batch(forest, device.upload(np.asarray(slots, np.int32)), device.upload(pages))
+                assert self._waiting is not None
+                hidden = self._waiting.rows_of(slots, [range(t, r.committed) for r, t in zip(now, starts)])
+                self.model.mtp_memory(forest.token, hidden, forest.position, batch, self.state)
+            self._taken.update((r.home.slot, r.committed) for r in now)
 
     def _step(self, frame: _Frame, kind: _Kind) -> object:
         """All launches of a step; returns the arrays that are read after it."""
@@ -220,7 +256,10 @@ class CudaExecutor:
         accept(frame.token, inputs, slots, step)
         self.state.commit(batch, pending, step.paths)
         self._sampling.advance_history(step.results.token, step.results.count, step.slot)
-        if kind.remembers:
+        if kind.waits:
+            assert self._waiting is not None
+            self._waiting.keep(hidden, step)
+        if kind.takes:
             follow(inputs, slots, step, frame.chain)
             accepted = Batch(frame.chain.forest, step.slot, step.page_table)
             pairs = frame.chain.forest.token, embedding(frame.chain.hidden_row, hidden), frame.chain.forest.position
@@ -256,7 +295,7 @@ class CudaExecutor:
         if size not in self._frames:
             sampled = sampled_rows(self._max_batch, self._draft_nodes)
             self._frames[size] = _Frame(size, self._max_batch, sampled, self._slots)
-        frame, kind = self._frames[size], self._kind(way)
+        frame, kind = self._frames[size], self._kind(way, size)
         if kind not in frame.ready:
             frame.ready.add(kind)
             if kind.plan is not None and kind.plan not in frame.drafts:
@@ -298,19 +337,22 @@ class CudaExecutor:
         )
 
     def _outcome(self, frame: _Frame, kind: _Kind, b: int, work: Work, emitted: Emitted) -> Outcome:
-        draft = emitted.draft if kind.remembers else None
-        if work.request.place is not None:
-            self._drafts[work.request.place.slot] = emitted.draft
+        request, draft = work.request, emitted.draft if kind.waits or kind.takes else None
+        tokens = [] if emitted.error else emitted.tokens
+        committed = 0 if emitted.error else work.known - work.complete + len(tokens)
+        if request.place is not None:
+            self._drafts[request.place.slot] = emitted.draft
+            if kind.takes:
+                self._taken[request.place.slot] = request.committed + committed
         if emitted.error:
             return Outcome(0, error=BROKEN[emitted.error])
         if not work.complete:
-            return Outcome(work.known, draft=draft)
-        tokens = emitted.tokens
+            return Outcome(committed, draft=draft)
         logprobs: list[dict[int, float] | None] = [None] * len(tokens)
-        if work.request.params.logprobs is not None:
+        if request.params.logprobs is not None:
             rows = self._logits(frame, kind, b, work.known - 1, len(tokens))
-            logprobs = [work.request.sampler.logprobs(row, token) for row, token in zip(rows, tokens)]
-        return Outcome(work.known - 1 + len(tokens), tokens, emitted.drafted, logprobs, draft=draft)
+            logprobs = [request.sampler.logprobs(row, token) for row, token in zip(rows, tokens)]
+        return Outcome(committed, tokens, emitted.drafted, logprobs, draft=draft)
 
     def _logits(self, frame: _Frame, kind: _Kind, b: int, root: int, n: int) -> np.ndarray:
         """The logits [n, vocab] along the path of request b, from its root on."""

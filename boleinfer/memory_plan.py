@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from boleinfer.config import ConfigError, ModelConfig
 from boleinfer.cuda_executor import LARGEST_CAPTURED, SMALLEST, DraftPlan, sampled_rows
+from boleinfer.device_waiting import RING
 from boleinfer.ops.attention import SCRATCH, splits_of
 from boleinfer.ops.linear import most_sums
 from boleinfer.ops.moe import PIECE
@@ -164,8 +165,10 @@ def allocated(nbytes: int) -> int:
 
 
 def slot_tables(needs: Needs, o: Options) -> int:
-    """Bytes that sampling and drafts keep of one request: bias float64 and counts int32 over the vocabulary, etc."""
-    return 12 * needs.config.vocab_size + 340 + INT * (o.pages + 3 * max(1, o.draft_nodes) + 4)
+    """Bytes that sampling and drafts keep of one request: bias float64 and counts int32 over the vocabulary, rows
+    that wait for the MTP layer, and little else."""
+    waiting = RING * needs.config.hidden_size * needs.act if needs.drafting else 0
+    return 12 * needs.config.vocab_size + 340 + INT * (o.pages + 3 * max(1, o.draft_nodes) + 4) + waiting
 
 
 # ---- workspace -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from boleinfer import device, device_weights, models
+from boleinfer import cuda_executor, device, device_waiting, device_weights, models
 from boleinfer.config import read_config
 from boleinfer.cuda_executor import CudaExecutor, DraftPlan
 from boleinfer.draft.base import Limits
@@ -96,8 +96,12 @@ def test_ways_to_draft_may_change_at_any_step(tmp_path, gpu):
     assert finish(engine, [request_of(p, greedy) for p in prompts()]) == want
 
 
-def test_what_was_not_drafted_for_is_remembered(tmp_path, gpu):
-    """After steps that do not draft, the MTP layer drafts what it would have drafted anyway."""
+@pytest.mark.parametrize("most", [96, 3])
+def test_what_was_not_drafted_for_is_remembered(tmp_path, gpu, monkeypatch, most):
+    """After steps that do not draft, the MTP layer drafts what it would have drafted anyway: also where a few rows at a
+    time are taken in, round a ring that just holds a prompt and those."""
+    monkeypatch.setattr(cuda_executor, "MOST_WAITING", most)
+    monkeypatch.setattr(device_waiting, "RING", 256 if most > 24 else 21 + most)
     folder, found = plausible_checkpoint(tmp_path, "qwen3_5"), []
     for idle in (0, 6):
         engine, drafts = cuda_engine(folder, "mtp"), {}

@@ -13,6 +13,7 @@ from boleinfer import backend, device, device_weights, kernels, memory_plan, mod
 from boleinfer.config import ConfigError, read_config
 from boleinfer.device_sampling import SamplingTable
 from boleinfer.device_step import Slots
+from boleinfer.device_waiting import Waiting
 from boleinfer.draft.base import Limits
 from boleinfer.draft.device import DeviceDrafter
 from boleinfer.engine import Engine
@@ -77,8 +78,9 @@ def test_state_and_pages_are_what_the_state_allocates(monkeypatch, name, dtype):
     with emulated(), counted(monkeypatch) as alive:
         state = State(config, o.max_batch, o.max_batch * o.pages, o.page_size, o.ring, needed.mtp, act, gpu=True)
         tables = SamplingTable(o.max_batch, config.vocab_size, np.ones(1, bool)), Slots(o.max_batch, o.pages, 5)
+        waiting = Waiting(o.max_batch, config.hidden_size, act) if needed.drafting else None
         assert p["state"] + p["keys and values"] == alive[0]
-        del state, tables
+        del state, tables, waiting
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("qwen3_5", "float"), ("qwen3_5_moe", "float"), ("qwen3_5", "bf16")])
