@@ -28,6 +28,7 @@ class DeviceForest:
     chain:     [B], 1 where the request's rows are one path in order
     start:     [B+1], first rows; an unused request is empty
     committed: [B], tokens that the states hold
+    single:    whether it is known, when a step is queued, that no request has more than one row
     """
 
     token: Array
@@ -40,6 +41,7 @@ class DeviceForest:
     chain: Array
     start: Array
     committed: Array
+    single: bool = False
 
     def __len__(self) -> int:
         return len(self.token)
@@ -79,6 +81,7 @@ def upload(forest: Forest) -> DeviceForest:
         chain=ints(np.asarray([t.is_chain for t in forest.trees])),
         start=ints(forest.start),
         committed=ints(forest.committed),
+        single=all(len(t) <= 1 for t in forest.trees),
     )
 
 

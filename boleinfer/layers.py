@@ -13,13 +13,11 @@ import numpy as np
 
 from boleinfer.config import ModelConfig
 from boleinfer.device import Array, Fp8
+from boleinfer.gdn_core import gdn_core
 from boleinfer.ops.attention import tree_attention
 from boleinfer.ops.attention_inputs import attention_inputs
-from boleinfer.ops.gdn import gdn
-from boleinfer.ops.gdn_inputs import gdn_inputs
 from boleinfer.ops.linear import gated_linear, linear, linear_pair
 from boleinfer.ops.moe import Shared, add_shared, joins, moe
-from boleinfer.ops.norms import gated_rms_norm
 from boleinfer.state import Batch, Factors, GDNLayer, KVLayer
 
 Weights = Mapping[str, Any]  # arrays, and on the GPU FP8 matrices
@@ -30,15 +28,12 @@ def gated_deltanet(x: Array, w: Weights, c: ModelConfig, memory: GDNLayer, batch
 
     Returns the layer's output [R, D] and what the rows would add to the memory."""
     Hk, K, Hv, V = c.linear_num_key_heads, c.linear_key_head_dim, c.linear_num_value_heads, c.linear_value_head_dim
-    R, channels = len(x), 2 * Hk * K + Hv * V
     qkvz, ba = linear_pair(x, w["in_proj_qkvz"], w["in_proj_ba"])  # [R, 2 Hk K + 2 Hv V], float32 [R, 2 Hv]
-    z = qkvz[:, channels:].reshape(R, Hv, V)
-    q, k, v, g, beta = gdn_inputs(
-        qkvz, ba, w["conv1d"], w["A_log"], w["dt_bias"], memory.window, batch.slot, batch.forest, (Hk, K, Hv, V)
-    )
-    o, u = gdn(q, k, v, g, beta, memory.S, memory.ring, batch.slot, batch.forest)  # [R, Hv, V]
-    y = gated_rms_norm(o, z, w["norm"], c.rms_norm_eps)
-    return linear(y.reshape(R, Hv * V), w["out_proj"]), Factors(qkvz[:, :channels], k, u, g)
+    gates, remembered = (w["A_log"], w["dt_bias"]), (memory.window, memory.S, memory.ring)
+    y, k, u, g = gdn_core(
+        qkvz, ba, w["conv1d"], *gates, w["norm"], c.rms_norm_eps, *remembered, batch.slot, batch.forest, (Hk, K, Hv, V)
+    )  # y, u [R, Hv, V]
+    return linear(y.reshape(len(x), Hv * V), w["out_proj"]), Factors(qkvz[:, : 2 * Hk * K + Hv * V], k, u, g)
 
 
 def gated_attention(

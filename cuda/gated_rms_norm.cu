@@ -1,74 +1,62 @@
 // The norm of GDN's output, y = o / sqrt(mean o^2 + eps) * w * silu(z), over each head. Definition: gated_rms_norm in
 // boleinfer/ops/norms.py. Sums in float32.
 //
-// grid: R x ceil(Hv / warps of a block), a warp owns a head of a row. block: 32 .. 128 threads in full warps; a lane owns
-// every 32nd group of the head, 16 bytes where widths and addresses allow it, else one number. shared: none.
-// Read twice: o beyond a warp's 32 groups, the second time from L1.
+// grid: blocks for all heads of all rows, HEADS of each group. block: 128 threads; a group of lanes owns a head, four
+// neighbours a lane where widths and addresses allow it. shared: none. Read twice: nothing.
 //
-// sizes: Act=bf16,float
-#include "common.cuh"
+// sizes: V=128 Act=bf16,float | V=63 Act=bf16,float
+#include "gated_rms_norm.cuh"
+
+constexpr int HEADS = 2;  // of a group of lanes: what it reads of all of them is under way at once
 
 template <int N>
-__device__ float sum_of_squares(const Pack<Act, N>& x, float sum) {
-#pragma unroll
-  for (int j = 0; j < N; j++) sum = fmaf(to_float(x.v[j]), to_float(x.v[j]), sum);
-  return sum;
-}
-
-// y = o * scale * w * silu(z)
-template <int N>
-__device__ Pack<Act, N> gated(const Pack<Act, N>& o, const Pack<Act, N>& z, const Pack<float, N>& w, float scale) {
-  Pack<Act, N> y;
-#pragma unroll
-  for (int j = 0; j < N; j++) {
-    y.v[j] = from_float<Act>(to_float(o.v[j]) * scale * w.v[j] * silu(to_float(z.v[j])));
-  }
-  return y;
-}
-
-template <int N>
-__device__ void norm_head(const Act* o, const Act* z, const float* w, Act* out, int V, float eps) {
-  const int first = threadIdx.x % WARP * N;
-  Pack<Act, N> group = {}, gate;  // the lane's first ones are read at once
-  Pack<float, N> gain;
-  if (first < V) gain = load<N>(w + first);
+__device__ __forceinline__ void norm_heads(const Act* o, const Act* z, const float* w, Act* out, int heads, int Hv,
+                                           int Ldz, float eps) {
+  constexpr int EACH = Share<V, N>::EACH;
+  const Share<V, N> own;
+  const int groups = gridDim.x * blockDim.x / own.LANES, first = (blockIdx.x * blockDim.x + threadIdx.x) / own.LANES;
+  Pack<float, N> gain[EACH] = {};
+  own.each([&](int e, int c) { gain[e] = load<N>(w + c); });
   after_previous();
-  if (first < V) {
-    group = load<N>(o + first);
-    gate = load<N>(z + first);
+  Pack<Act, N> x[HEADS][EACH] = {}, gate[HEADS][EACH] = {};
+#pragma unroll
+  for (int i = 0; i < HEADS; i++) {
+    const int head = first + i * groups;
+    if (head >= heads) continue;
+    const long long at = (long long)(head / Hv) * Ldz + head % Hv * V;
+    own.each([&](int e, int c) {
+      x[i][e] = read<N>(o + (long long)head * V + c);
+      gate[i][e] = read<N>(z + at + c);
+    });
   }
-
-  // m = mean o^2
-  float sum = sum_of_squares(group, 0.0f);
-  for (int i = first + WARP * N; i < V; i += WARP * N) sum = sum_of_squares(load<N>(o + i), sum);
-  const float scale = 1.0f / sqrtf(warp_sum(sum) / V + eps);
-
-  if (first < V) store<N>(out + first, gated(group, gate, gain, scale));
-  for (int i = first + WARP * N; i < V; i += WARP * N) {
-    store<N>(out + i, gated(load<N>(o + i), load<N>(z + i), load<N>(w + i), scale));
+#pragma unroll
+  for (int i = 0; i < HEADS; i++) {
+    const int head = first + i * groups;
+    float wide[EACH][N], factor[EACH][N];
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+#pragma unroll
+      for (int j = 0; j < N; j++) wide[e][j] = to_float(x[i][e].v[j]);
+    }
+    gate_of(factor, gain, gate[i]);
+    norm_head<N>(out + (long long)head * V, wide, factor, eps, head < heads);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(128, 4) gated_rms_norm(
+extern "C" __global__ void __launch_bounds__(128, 8) gated_rms_norm(
     const Act* __restrict__ o,    // [R, Hv, V]
     const Act* __restrict__ z,    // [R, Hv, V] strides [Ldz, V, 1]; columns of a wider matrix
     const float* __restrict__ w,  // [V] a plain gain
     Act* __restrict__ out,        // [R, Hv, V]
+    int R,
     int Hv,
-    int V,
     int Ldz,
     float eps)
 {
-  // after_previous() is called by norm_head
-  const long long row = blockIdx.x;
-  const int h = blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP;
-  if (h >= Hv) return;
-  const long long head = (row * Hv + h) * V;  // its first number
-  const Act* gate = z + row * Ldz + (long long)h * V;
-  constexpr int N = PER_16_BYTES<Act>;
-  if (V % N == 0 && Ldz % N == 0 && aligned16(o, z, w, out)) {
-    norm_head<N>(o + head, gate, w, out + head, V, eps);
+  // after_previous() is called by norm_heads
+  if (V % NEAR == 0 && Ldz % NEAR == 0 && aligned16(o, z, w, out)) {
+    norm_heads<NEAR>(o, z, w, out, R * Hv, Hv, Ldz, eps);
   } else {
-    norm_head<1>(o + head, gate, w, out + head, V, eps);
+    norm_heads<1>(o, z, w, out, R * Hv, Hv, Ldz, eps);
   }
 }

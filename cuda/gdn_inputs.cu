@@ -2,149 +2,63 @@
 //   y = silu(sum_i taps[W-1-i] x of the i-th ancestor), past the root of the request's window
 //   q = y / sqrt(sum y^2 + 1e-6) / sqrt(K),  k = y / sqrt(sum y^2 + 1e-6),  v = y
 //   g = -e^A_log softplus(a + dt_bias),  beta = sigmoid(b)
-// Sums in float32, rounded to Act once. Rows without a request are not written. Taps, forest and windows are read before the
+// Sums in float32, rounded to Act once. Rows without a request are not written. Taps and forest are read before the
 // previous kernel is done (after_all_previous in common.cuh).
 //
 // grid: for every `span` rows a block for each head of q, k and v and one for the gates. block: 32 .. 128 threads in
-// full warps; a group of lanes owns a row of the head and keeps the taps in registers from row to row, 16 bytes of
-// inputs a lane where the widths and all addresses allow it, else one number. shared: none.
+// full warps; where its rows' inputs lie is found once, a thread a row; then a group of lanes owns a row of the head and
+// keeps the taps in registers from row to row. shared: 8 W MOST_ROWS bytes.
 // Read twice: inputs, up to W times from the caches; taps, once a block.
 //
 // sizes: K=128 V=128 W=4 Act=bf16,float | K=64 V=128 W=8 Act=bf16,float | K=16,32 V=64 W=4 Act=bf16,float
 // sizes: K=7 V=63 W=3 Act=bf16,float
-#include "common.cuh"
+#include "gdn_inputs.cuh"
 
-// Lanes for a head: a power of two.
-__device__ constexpr int lanes_of(int width) {
-  int lanes = 1;
-  while (lanes < WARP && lanes * PER_16_BYTES<Act> < width) lanes *= 2;
-  return lanes;
-}
+constexpr int MOST_ROWS = 32;  // of a block
 
-template <int LANES>
-__device__ __forceinline__ float sum_of_lanes(float x) {
-#pragma unroll
-  for (int lane = LANES / 2; lane > 0; lane /= 2) x += __shfl_xor_sync(ALL_LANES, x, lane);
-  return x;
-}
-
-struct Rows {  // what all heads read, and which rows: first .. last - 1
-  const Act *qkvz, *window;
-  const float* taps;
-  const int *slot, *parent, *request;
-  int Cc, Ldx, first, last;
+// A row's inputs by taps, the oldest first: rows of the forest, then of the window; null where it has no request.
+struct Sources {
+  const Act* of[MOST_ROWS][W];
 };
 
-// One head of WIDTH channels from channel `head` on, to rows of Ldout numbers; normed to length `scale` where NORM.
-template <int WIDTH, bool NORM, int N>
-__device__ void convolve(const Rows& rows, int head, Act* out, int Ldout, float scale) {
-  constexpr int LANES = lanes_of(WIDTH), EACH = (WIDTH + LANES * N - 1) / (LANES * N);
-  const int group = threadIdx.x / LANES, groups = blockDim.x / LANES;
-  const int channel = threadIdx.x % LANES * N;  // and every LANES * N-th
-  if (rows.first + threadIdx.x / WARP * WARP / LANES >= rows.last) return;  // no row for this warp
+// One head of WIDTH channels from channel `head` on, to rows of Ldout numbers; of that length where it is not 0.
+template <int WIDTH, int N>
+__device__ __forceinline__ void convolve_rows(const Sources& sources, int rows, const float* taps, int head, Act* out,
+                                              int Ldout, float length) {
+  constexpr int LANES = Share<WIDTH, N>::LANES, EACH = Share<WIDTH, N>::EACH;
+  const int groups = blockDim.x / LANES;
   Pack<float, N * W> tap[EACH];
+  Share<WIDTH, N>().each([&](int e, int c) { tap[e] = load<N * W>(taps + (head + c) * W); });
+  after_previous();
+#pragma unroll 1
+  for (int begin = threadIdx.x / WARP * (WARP / LANES); begin < rows; begin += groups) {  // the warp's first row
+    const int row = begin + threadIdx.x % WARP / LANES;
+    const bool used = row < rows && sources.of[row][0];
+    Pack<Act, N> x[W][EACH] = {};
 #pragma unroll
-  for (int e = 0; e < EACH; e++) {
-    const int c = channel + e * LANES * N;
-    if (c < WIDTH) tap[e] = load<N * W>(rows.taps + (head + c) * W);
-  }
-
-  for (int begin = rows.first; begin < rows.last; begin += groups) {
-    const int row = begin + group;
-    const int b = row < rows.last ? rows.request[row] : -1;
-
-    // the row and its ancestors; past the root, entries of the window
-    Pack<Act, N> x[W][EACH];
-    const Act* from[W] = {};
-    if (b >= 0) {
-      const Act* past = rows.window + (long long)rows.slot[b] * (W - 1) * rows.Cc + head;
-      int at = row, entry = W - 1;
-#pragma unroll
-      for (int j = W - 1; j >= 0; j--) {
-        if (at >= 0) {
-          from[j] = rows.qkvz + (long long)at * rows.Ldx + head;
-          at = rows.parent[at];
-        } else {
-          entry--;
-#pragma unroll
-          for (int e = 0; e < EACH; e++) {
-            const int c = channel + e * LANES * N;
-            if (c < WIDTH) x[j][e] = load<N>(past + entry * rows.Cc + c);
-          }
-        }
-      }
+    for (int j = 0; j < W; j++) {
+      if (used) read_inputs<WIDTH, N>(x[j], sources.of[row][j] + head);
     }
-    if (begin == rows.first) after_previous();
-#pragma unroll
-    for (int j = W - 1; j >= 0; j--) {
-#pragma unroll
-      for (int e = 0; e < EACH; e++) {
-        const int c = channel + e * LANES * N;
-        if (from[j] && c < WIDTH) x[j][e] = load<N>(from[j] + c);
-      }
-    }
-
-    // y = silu(sum_j taps[j] x of the (W-1-j)-th ancestor)
-    float y[EACH][N] = {};
-#pragma unroll
-    for (int j = W - 1; j >= 0; j--) {
-#pragma unroll
-      for (int e = 0; e < EACH; e++) {
-        if (b >= 0 && channel + e * LANES * N < WIDTH) {
-#pragma unroll
-          for (int i = 0; i < N; i++) y[e][i] = fmaf(to_float(x[j][e].v[i]), tap[e].v[i * W + j], y[e][i]);
-        }
-      }
-    }
-
-    // y / sqrt(sum y^2 + eps)
-    float sum = 0.0f;
-#pragma unroll
-    for (int e = 0; e < EACH; e++) {
-#pragma unroll
-      for (int i = 0; i < N; i++) {
-        y[e][i] = silu(y[e][i]);
-        sum = fmaf(y[e][i], y[e][i], sum);
-      }
-    }
-    const float factor = NORM ? scale / sqrtf(sum_of_lanes<LANES>(sum) + 1e-6f) : 1.0f;
-#pragma unroll
-    for (int e = 0; e < EACH; e++) {
-      const int c = channel + e * LANES * N;
-      Pack<Act, N> result;
-#pragma unroll
-      for (int i = 0; i < N; i++) result.v[i] = from_float<Act>(y[e][i] * factor);
-      if (b >= 0 && c < WIDTH) store<N>(out + (long long)row * Ldout + c, result);
-    }
+    float y[EACH][N];
+    convolve<WIDTH, N>(y, x, [&](int e) { return tap[e]; });
+    if (length != 0.0f) give_length<WIDTH, N>(y, length);
+    if (used) write_head<WIDTH, N>(out + (long long)row * Ldout, y);
   }
 }
 
 template <int N>
-__device__ void convolve_head(const Rows& rows, int head, int Hk, int Hv, Act* q, Act* k, Act* v) {
-  if (head < Hk) {
-    convolve<K, true, N>(rows, head * K, q + head * K, Hk * K, 1.0f / sqrtf(K));
-  } else if (head < 2 * Hk) {
-    convolve<K, true, N>(rows, head * K, k + (head - Hk) * K, Hk * K, 1.0f);
+__device__ void convolve_head(const Sources& sources, int first, int rows, const float* taps, int head, int Hk, int Hv,
+                              Act* q, Act* k, Act* v) {
+  if (head < 2 * Hk) {
+    Act* out = (head < Hk ? q : k) + ((long long)first * Hk + head % Hk) * K;
+    convolve_rows<K, N>(sources, rows, taps, head * K, out, Hk * K, head < Hk ? 1.0f / sqrtf(K) : 1.0f);
   } else {
-    const int c = (head - 2 * Hk) * V;
-    convolve<V, false, N>(rows, 2 * Hk * K + c, v + c, Hv * V, 1.0f);
+    const int h = head - 2 * Hk;
+    convolve_rows<V, N>(sources, rows, taps, 2 * Hk * K + h * V, v + ((long long)first * Hv + h) * V, Hv * V, 0.0f);
   }
 }
 
-__device__ void gates(const float* ba, const float* A_log, const float* dt_bias, const int* request, float* g,
-                      float* beta, int Hv, int first, int last) {
-  after_previous();
-  for (int i = threadIdx.x; i < (last - first) * Hv; i += blockDim.x) {
-    const int row = first + i / Hv, h = i % Hv, owner = request[row];
-    const float b = ba[2ll * row * Hv + h], a = ba[2ll * row * Hv + Hv + h] + dt_bias[h];
-    if (owner < 0) continue;
-    const float softplus = fmaxf(a, 0.0f) + log1pf(expf(-fabsf(a)));
-    g[(long long)row * Hv + h] = -expf(A_log[h]) * softplus;
-    beta[(long long)row * Hv + h] = sigmoid(b);
-  }
-}
-
-extern "C" __global__ void __launch_bounds__(128) gdn_inputs(
+extern "C" __global__ void __launch_bounds__(128, W > 4 ? 4 : 8) gdn_inputs(
     const Act* __restrict__ qkvz,       // [R, 2*Hk*K+2*Hv*V]
     const float* __restrict__ ba,       // [R, 2*Hv] b, then a
     const float* __restrict__ taps,     // [2*Hk*K+Hv*V, W] aligned 16
@@ -164,17 +78,42 @@ extern "C" __global__ void __launch_bounds__(128) gdn_inputs(
     int Hv,
     int span)
 {
-  // after_previous() is called by gates and convolve
   const int heads = 2 * Hk + Hv, head = blockIdx.x % (heads + 1);
-  const int first = blockIdx.x / (heads + 1) * span, last = min(first + span, R);
-  if (head == heads) return gates(ba, A_log, dt_bias, request, g, beta, Hv, first, last);
+  const int first = blockIdx.x / (heads + 1) * span, rows = min(span, R - first);
+  if (head == heads) {
+    after_previous();
+    for (int i = threadIdx.x; i < rows * Hv; i += blockDim.x) {
+      const int row = first + i / Hv, h = i % Hv;
+      if (request[row] < 0) continue;
+      const float* own = ba + 2ll * row * Hv + h;
+      g[(long long)row * Hv + h] = log_decay(own[Hv], A_log[h], dt_bias[h]);
+      beta[(long long)row * Hv + h] = sigmoid(own[0]);
+    }
+    return;
+  }
 
-  const int Cc = 2 * Hk * K + Hv * V;
-  const Rows rows = {qkvz, window, taps, slot, parent, request, Cc, Cc + Hv * V, first, last};
-  constexpr int N = PER_16_BYTES<Act>;
-  if (K % N == 0 && V % N == 0 && aligned16(qkvz, window, q, k, v)) {
-    convolve_head<N>(rows, head, Hk, Hv, q, k, v);
+  __shared__ Sources sources;
+  const int Cc = 2 * Hk * K + Hv * V, Ldx = Cc + Hv * V;
+  for (int i = threadIdx.x; i < rows; i += blockDim.x) {
+    const int b = request[first + i];
+    const Act* past = b < 0 ? nullptr : window + (slot[b] * (W - 1ll) + (W - 1)) * Cc;  // behind its last entry
+    int at = first + i;
+#pragma unroll
+    for (int j = W - 1; j >= 0; j--) {
+      if (b < 0) {
+        sources.of[i][j] = nullptr;
+      } else if (at >= 0) {
+        sources.of[i][j] = qkvz + (long long)at * Ldx;
+        at = parent[at];
+      } else {
+        sources.of[i][j] = past -= Cc;
+      }
+    }
+  }
+  __syncthreads();
+  if (K % NEAR == 0 && V % NEAR == 0 && aligned16(qkvz, window, q, k, v)) {
+    convolve_head<NEAR>(sources, first, rows, taps, head, Hk, Hv, q, k, v);
   } else {
-    convolve_head<1>(rows, head, Hk, Hv, q, k, v);
+    convolve_head<1>(sources, first, rows, taps, head, Hk, Hv, q, k, v);
   }
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from boleinfer import cli, debug_layers, device, layers
+from boleinfer import cli, debug_layers, device, gdn_core, layers
 from boleinfer.debug_layers import BOUNDS, Side, compare_prompt, first_wrong, table
 from boleinfer.state import State
 from tests import emulator
@@ -45,18 +45,18 @@ def test_a_sound_gpu_differs_nowhere(tmp_path, family):
 
 
 @pytest.mark.parametrize(
-    "op,name",
+    "file,op,name",
     [
-        ("gdn", "layer 0 gated DeltaNet"),
-        ("tree_attention", "layer 3 attention"),
-        ("gated_linear", "layer 0 feed-forward"),
-        ("gated_rms_norm", "layer 0 gated DeltaNet"),
+        (gdn_core, "gdn", "layer 0 gated DeltaNet"),
+        (layers, "tree_attention", "layer 3 attention"),
+        (layers, "gated_linear", "layer 0 feed-forward"),
+        (gdn_core, "gated_rms_norm", "layer 0 gated DeltaNet"),
     ],
 )
 @pytest.mark.parametrize("act", ["float", "bf16"])
-def test_a_broken_op_is_named(tmp_path, monkeypatch, op, name, act):
+def test_a_broken_op_is_named(tmp_path, monkeypatch, file, op, name, act):
     model = tiny(tmp_path, "qwen3_5")
-    right = getattr(layers, op)
+    right = getattr(file, op)
 
     def broken(*args, **kwargs):
         result = right(*args, **kwargs)
@@ -68,7 +68,7 @@ def test_a_broken_op_is_named(tmp_path, monkeypatch, op, name, act):
         return result
 
     host = side(model.host)
-    monkeypatch.setattr(layers, op, broken)
+    monkeypatch.setattr(file, op, broken)
     errors = compare_prompt(host, side(model.on(act), act), TOKENS, 64)
     bound = BOUNDS[{"float": "float32", "bf16": "bfloat16"}[act]]
     assert first_wrong(errors, bound).name == name

@@ -106,7 +106,7 @@ def _launch(
     (R, _), (Hk, K, Hv, V), W = qkvz.shape, sizes, taps.shape[1]
     q, k, v = (device.empty((R, *shape), qkvz.dtype) for shape in ((Hk, K), (Hk, K), (Hv, V)))
     g, beta = (device.empty((R, Hv), np.float32) for _ in "gb")
-    span = 8 if R <= 1024 else 32  # rows of a block: many read the taps more seldom
+    span = 4 if R <= 64 else 16 if R <= 1024 else 32  # rows of a block: many read the taps more seldom
     heads = 2 * Hk + Hv
     if R:
         args = {

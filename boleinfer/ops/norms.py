@@ -67,12 +67,12 @@ def gated_rms_norm(o: Array, z: Array, w: Array, eps: float) -> Array:
     """
     if not device.on_gpu(o):
         return o / np.sqrt(_mean_square(o) + eps) * w * silu(z)
-    (R, Hv, V), warps = o.shape, 4
+    (R, Hv, V), lanes = o.shape, min(32, 1 << max(0, -(-o.shape[2] // 4) - 1).bit_length())
     out, ldz = device.empty(o.shape, o.dtype), z.strides[0] // z.itemsize
     if R:
-        args = {"o": o, "z": z, "w": w, "out": out, "Hv": Hv, "V": V, "Ldz": ldz, "eps": eps}
-        grid, constants = (R, -(-Hv // warps)), {"Act": device.c_type(o)}
-        kernels.launch("gated_rms_norm.cu", "gated_rms_norm", grid, 32 * warps, args, constants=constants)
+        args = {"o": o, "z": z, "w": w, "out": out, "R": R, "Hv": Hv, "Ldz": ldz, "eps": eps}
+        grid, constants = -(-R * Hv * lanes // (2 * 128)), {"V": V, "Act": device.c_type(o)}
+        kernels.launch("gated_rms_norm.cu", "gated_rms_norm", grid, 128, args, constants=constants)
     return out
 
 

@@ -1,0 +1,81 @@
+"""What a gated DeltaNet layer does between its projections: three ops, or for one row a request a single launch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from boleinfer import device, kernels
+from boleinfer.device import Array
+from boleinfer.device_forest import DeviceForest
+from boleinfer.forest import Forest
+from boleinfer.kernels import KernelError
+from boleinfer.ops.gdn import CHUNK, WIDTHS, gdn
+from boleinfer.ops.gdn_inputs import Sizes, gdn_inputs
+from boleinfer.ops.norms import gated_rms_norm
+from boleinfer.ring import Ring
+
+
+def gdn_core(
+    qkvz: Array,
+    ba: Array,
+    taps: Array,
+    A_log: Array,
+    dt_bias: Array,
+    norm: Array,
+    eps: float,
+    window: Array,
+    S: Array,
+    ring: Ring,
+    slot: Array,
+    forest: Forest | DeviceForest,
+    sizes: Sizes,
+) -> tuple[Array, Array, Array, Array]:
+    """The gated output y [R, Hv, V] of all rows, and their factors k [R, Hk, K], u [R, Hv, V] and g [R, Hv].
+
+    norm: [V], the gain of the gated norm; all else as in gdn_inputs and gdn. The memory is not written.
+    On the GPU a forest of `single` rows is one launch, with the bits of the three."""
+    if isinstance(forest, DeviceForest) and forest.single:
+        return _launch(qkvz, ba, taps, A_log, dt_bias, norm, eps, window, S, ring, slot, forest, sizes)
+    Hk, K, Hv, V = sizes
+    z = qkvz[:, 2 * Hk * K + Hv * V :].reshape(-1, Hv, V)
+    q, k, v, g, beta = gdn_inputs(qkvz, ba, taps, A_log, dt_bias, window, slot, forest, sizes)
+    o, u = gdn(q, k, v, g, beta, S, ring, slot, forest)
+    return gated_rms_norm(o, z, norm, eps), k, u, g
+
+
+# ---- the GPU ---------------------------------------------------------------------------------------------------------
+
+FEW, MANY = 16, 8  # warps of a block: quickest alone, and two blocks of a multiprocessor
+MANY_HEADS = 264  # of all requests
+
+
+def _launch(
+    qkvz: Array,
+    ba: Array,
+    taps: Array,
+    A_log: Array,
+    dt_bias: Array,
+    norm: Array,
+    eps: float,
+    window: Array,
+    S: Array,
+    ring: Ring,
+    slot: Array,
+    forest: DeviceForest,
+    sizes: Sizes,
+) -> tuple[Array, Array, Array, Array]:
+    (Hk, K, Hv, V), R, B, C = sizes, len(qkvz), len(slot), ring.k.shape[1]
+    if K not in WIDTHS or V not in WIDTHS or C > CHUNK:
+        raise KernelError(f"gdn: K={K}, V={V}, a ring of {C}; the GPU takes K, V in {WIDTHS} and rings up to {CHUNK}")
+    y, k = device.empty((R, Hv, V), qkvz.dtype), device.empty((R, Hk, K), qkvz.dtype)
+    u, g = device.empty((R, Hv, V), np.float32), device.empty((R, Hv), np.float32)
+    args = {"qkvz": qkvz, "ba": ba, "taps": taps, "A_log": A_log, "dt_bias": dt_bias, "norm": norm, "window": window}
+    args |= {"S": S, "ring_k": ring.k, "ring_u": ring.u, "ring_g": ring.g, "length": ring.length, "slot": slot}
+    args |= {"start": forest.start, "y": y, "k": k, "u": u, "g": g, "Hk": Hk, "Hv": Hv, "C": C, "B": B, "eps": eps}
+    many = B * Hv > MANY_HEADS
+    args |= {"Ahead": (1 + many) * device.multiprocessors()}
+    warps = max(4, min(MANY if many else FEW, V // 8))
+    constants = {"Act": device.c_type(qkvz), "K": K, "V": V, "W": taps.shape[1], "Warps": warps}
+    if R and B:
+        kernels.launch("gdn_token.cu", "gdn_token", B * Hv, 32 * warps, args, constants=constants)
+    return y, k, u, g

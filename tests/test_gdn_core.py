@@ -1,0 +1,119 @@
+"""One launch for a row a request has the bits of the three ops and writes nothing else, emulated and on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from boleinfer import device, device_forest
+from boleinfer.forest import Forest, Tree
+from boleinfer.gdn_core import gdn_core
+from boleinfer.kernels import KernelError
+from boleinfer.ops import relative_error
+from boleinfer.ring import Ring
+
+ACTS = {"bf16": 6e-2, "float": 1e-5}  # what bf16 loses between the ops counts too, in hard cases
+
+
+def arguments(rng, rows, sizes, C=32, W=4, act="bf16", hard=False):
+    """Host arguments; rows: how many each request has, 0 or 1. What nobody owns or has written is NaN."""
+    (Hk, K, Hv, V), B, slots, R = sizes, len(rows), len(rows) + 2, max(1, sum(rows))
+    slot, channels = rng.permutation(slots)[:B].astype(np.int32), 2 * Hk * K + Hv * V
+    length = np.zeros(slots, np.int32)
+    length[slot] = rng.integers(0, C + 1, B)
+    length[slot[0]] = C
+    narrow = device.dtype(act)
+
+    def owned(shape, dtype, scale=1.0, filled=False):
+        array = np.full((slots, *shape), np.nan)
+        array[slot] = scale * rng.standard_normal((B, *shape))
+        if filled:
+            array[np.arange(C) >= length[:, None]] = np.nan
+        return array.astype(dtype)
+
+    ring_g = -np.exp(rng.uniform(-8, 3, (slots, C, Hv))) * (rng.random((slots, C, Hv)) < 0.8)
+    if hard:
+        ring_g = rng.choice([0, -1e-6, -88, -1e4, -np.inf], ring_g.shape, p=[0.5, 0.3, 0.1, 0.05, 0.05])
+    ring_g[np.arange(C) >= length[:, None]] = np.nan
+    keys = owned((C, Hk, K), narrow, K**-0.5, filled=True)
+    ring = Ring(keys, owned((C, Hv, V), np.float32, 0.3, filled=True), ring_g.astype(np.float32), length)
+    return {
+        "qkvz": rng.standard_normal((R, channels + Hv * V)).astype(narrow),
+        "ba": rng.normal(0, 8 if hard else 2, (R, 2 * Hv)).astype(np.float32),
+        "taps": (rng.standard_normal((channels, W)) / 2).astype(np.float32),
+        "A_log": rng.normal(0, 2, Hv).astype(np.float32),
+        "dt_bias": rng.standard_normal(Hv).astype(np.float32),
+        "norm": (1 + 0.2 * rng.standard_normal(V)).astype(np.float32),
+        "eps": 1e-6,
+        "window": owned((W - 1, channels), narrow),
+        "S": owned((Hv, K, V), np.float32),
+        "ring": ring,
+        "slot": slot,
+        "forest": Forest.of([Tree.chain([0] * n) for n in rows], [C] * B),
+        "sizes": sizes,
+    }
+
+
+def uploaded(given):
+    def upload(value):
+        if isinstance(value, Forest):
+            return device_forest.upload(value)
+        if isinstance(value, Ring):
+            return Ring(*map(device.upload, value))
+        return device.upload(value) if isinstance(value, np.ndarray) else value
+
+    return {name: upload(value) for name, value in given.items()}
+
+
+def wide(value):
+    if isinstance(value, Ring):
+        return Ring(*map(wide, value))
+    floats = isinstance(value, np.ndarray) and value.dtype.kind not in "iub"
+    return value.astype(np.float64) if floats else value
+
+
+def memory_of(on):
+    return b"".join(device.download(a).tobytes() for a in (on["window"], on["S"], *on["ring"]))
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize(
+    "rows,sizes,C,W",
+    [
+        ([1], (1, 16, 1, 16), 5, 4),
+        ([1, 1, 0], (2, 16, 4, 64), 32, 3),
+        ([0, 1, 1], (1, 64, 3, 16), 64, 4),
+        ([1, 1], (1, 32, 2, 32), 33, 2),
+        ([1, 1, 1, 0, 0], (2, 128, 4, 128), 32, 4),
+        ([1, 1], (1, 128, 3, 128), 64, 4),
+    ],
+)
+@pytest.mark.parametrize("hard", [False, True])
+def test_one_launch_has_the_bits_of_three(gpu, act, rows, sizes, C, W, hard):
+    given = arguments(np.random.default_rng(len(rows) + C), rows, sizes, C, W, act, hard)
+    on = uploaded(given)
+    assert on["forest"].single
+    before = memory_of(on)
+    one = gdn_core(**on)
+    three = gdn_core(**on | {"forest": replace(on["forest"], single=False)})
+    assert memory_of(on) == before
+    one, three = ([device.download(a) for a in found] for found in (one, three))
+    for name, a, b in zip(("y", "k", "u", "g"), one, three):
+        assert a.tobytes() == b.tobytes(), f"{name} differs"
+    expected = gdn_core(**{name: wide(value) for name, value in given.items()})
+    assert relative_error([wide(a) for a in one], expected) <= ACTS[act]
+
+
+def test_nobody_takes_part(gpu):
+    given = arguments(np.random.default_rng(0), [0, 0], (1, 16, 1, 16))
+    y, *_ = gdn_core(**uploaded(given))
+    assert y.shape == (1, 1, 16)
+
+
+def test_what_the_kernel_does_not_take_is_refused(gpu):
+    for C, K, V in [(65, 16, 16), (8, 48, 16), (8, 16, 24)]:
+        given = arguments(np.random.default_rng(0), [1], (1, K, 1, V), C)
+        with pytest.raises(KernelError, match=f"K={K}, V={V}, a ring of {C}; the GPU takes"):
+            gdn_core(**uploaded(given))
