@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,11 +66,13 @@ def sampled_rows(max_batch: int, draft_nodes: int) -> int:
 
 
 class _Kind(NamedTuple):
-    """What a step does for the MTP layer beside verifying.
+    """What is known of a step, and what it does for the MTP layer beside verifying.
 
+    single: no request has more than one row, or asks for logits
     waits: the hidden rows that were accepted are kept for later; takes: the layer takes them in; plan: and then drafts
     """
 
+    single: bool
     waits: bool
     takes: bool
     plan: DraftPlan | None
@@ -88,6 +90,7 @@ class _Frame:
         self.ready: set[_Kind] = set()
         self.drafts: dict[DraftPlan, tuple[Drafts, Array]] = {}  # and their hidden rows
         self.parts: list[Part] | None = None  # what the inputs on the GPU say
+        self.single = False  # of the last step, as in _Kind
 
     def add_drafts(self, d: DraftPlan, D: int, act: Any) -> None:
         """The arrays of a way to draft."""
@@ -141,6 +144,7 @@ class CudaExecutor:
         for size in {min(SMALLEST << i, self._max_rows) for i in range((LARGEST_CAPTURED // SMALLEST).bit_length())}:
             for way in range(1 + len(self._drafting)):
                 self._frame(size, way)
+            self._frame(size, 0, single=True)
 
     def admit(self, request: Request) -> None:
         place = request.home
@@ -150,8 +154,10 @@ class CudaExecutor:
             self._sampling.set(place.slot, request.sampler, request.tokens)
 
     def start(self, works: Sequence[Work], way: int = 0) -> Callable[[], list[Outcome]]:
-        frame = self._frame(sum(len(w.tree) for w in works), way)
-        kind = self._kind(way, frame.inputs.rows)
+        single = all(len(w.tree) == 1 and w.request.params.logprobs is None for w in works)
+        frame = self._frame(sum(len(w.tree) for w in works), way, single)
+        frame.single = single
+        kind = self._kind(way, frame.inputs.rows, single)
         if kind.waits or kind.takes:
             self._take_in([w.request for w in works], MOST_WAITING if kind.waits else 0)
         parts = [self._part(w) for w in works]
@@ -186,7 +192,7 @@ class CudaExecutor:
     def repeat(self, rows: int, way: int = 0) -> None:
         """Queues the last step of so many rows again, as the GPU stands now; to measure, on requests to be dropped."""
         frame = self._frame(rows, way)
-        kind = self._kind(way, frame.inputs.rows)
+        kind = self._kind(way, frame.inputs.rows, frame.single)
         self.runner.run((frame.inputs.rows, kind), lambda: self._step(frame, kind))
 
     def time(self, works: Sequence[Work], way: int, about_s: float, most: int) -> float:
@@ -217,12 +223,14 @@ class CudaExecutor:
             pieces = [hidden[i : i + n] for i in range(0, len(tokens), n)]
             return np.concatenate([device.download(self.model.logits(piece)) for piece in pieces])
 
-    def _kind(self, way: int, rows: int) -> _Kind:
-        """Of a step of so many rows. A step that reads much of a prompt leaves too many rows to wait."""
+    def _kind(self, way: int, rows: int, single: bool) -> _Kind:
+        """Of a step of so many rows. A step that reads much of a prompt leaves too many rows to wait; one that drafts
+        hardly ever has single rows."""
+        single &= way == 0
         if not self._drafting:
-            return _Kind(False, False, None)
+            return _Kind(single, False, False, None)
         takes = way > 0 or rows > LARGEST_CAPTURED
-        return _Kind(not takes, takes, self._drafting[way - 1] if way else None)
+        return _Kind(single, not takes, takes, self._drafting[way - 1] if way else None)
 
     def _take_in(self, requests: Sequence[Request], most: int) -> None:
         """The MTP layer's keys and values of all tokens that wait, for requests of which more than `most` do."""
@@ -243,15 +251,17 @@ class CudaExecutor:
             self._taken.update((r.home.slot, r.committed) for r in now)
 
     def _step(self, frame: _Frame, kind: _Kind) -> object:
-        """All launches of a step; returns the arrays that are read after it."""
+        """All launches of a step; returns what may be read after it, its logits."""
         inputs, step, slots = frame.inputs, frame.step, self._slots
         plant(inputs, slots, step)
-        batch = Batch(step.forest, step.slot, step.page_table)
+        batch = Batch(replace(step.forest, single=kind.single), step.slot, step.page_table)
         hidden, pending = self.model.forward(batch, self.state)  # [R, D]
         wanted = inputs.on.wanted
         if inputs.rows > LARGEST_CAPTURED:
             frame.logits.clear()  # no graph needs the others
-        frame.logits[kind] = logits = self.model.logits(embedding(wanted, hidden))  # [n, vocab]
+        logits = self.model.logits(embedding(wanted, hidden))  # [n, vocab]
+        if not kind.single:
+            frame.logits[kind] = logits
         self._sampling.sample(logits, wanted, step.forest, step.slot, step.root, frame.token)
         accept(frame.token, inputs, slots, step)
         self.state.commit(batch, pending, step.paths)
@@ -267,7 +277,7 @@ class CudaExecutor:
                 self._draft(frame, kind.plan, self.model.mtp(*pairs, accepted, self.state))
             else:
                 self.model.mtp_memory(*pairs, accepted, self.state)
-        return logits
+        return frame.logits.get(kind)
 
     def _draft(self, frame: _Frame, plan: DraftPlan, y: Array) -> None:
         """The MTP layer's tree for the next step, into the slots. y: the layer's rows of the accepted tokens."""
@@ -286,7 +296,7 @@ class CudaExecutor:
                 device.write(hidden[drafts.hidden_rows(level + 1)], y)
         keep(drafts, inputs, self._slots, step.results)
 
-    def _frame(self, rows: int, way: int) -> _Frame:
+    def _frame(self, rows: int, way: int, single: bool = False) -> _Frame:
         """The smallest envelope that holds so many rows, made and rehearsed when it is first asked for in this way."""
         size = SMALLEST
         while size < rows:
@@ -295,7 +305,7 @@ class CudaExecutor:
         if size not in self._frames:
             sampled = sampled_rows(self._max_batch, self._draft_nodes)
             self._frames[size] = _Frame(size, self._max_batch, sampled, self._slots)
-        frame, kind = self._frames[size], self._kind(way, size)
+        frame, kind = self._frames[size], self._kind(way, size, single)
         if kind not in frame.ready:
             frame.ready.add(kind)
             if kind.plan is not None and kind.plan not in frame.drafts:

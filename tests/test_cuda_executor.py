@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from boleinfer import cuda_executor, device, device_waiting, device_weights, models
+from boleinfer import cuda_executor, device, device_waiting, device_weights, models, timing
 from boleinfer.config import read_config
 from boleinfer.cuda_executor import CudaExecutor, DraftPlan
 from boleinfer.draft.base import Limits
@@ -119,3 +120,14 @@ def test_what_was_not_drafted_for_is_remembered(tmp_path, gpu, monkeypatch, most
     assert len(common) > 5
     for n in common:
         assert found[1][n] == pytest.approx(found[0][n], rel=1e-3)
+
+
+def test_single_rows_take_one_launch_in_a_gated_deltanet_layer(tmp_path, gpu):
+    """Plain decoding does, and has the tokens of steps that take three; requests that want logits do not."""
+    folder, found = plausible_checkpoint(tmp_path, "qwen3_5"), []
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    for params in (greedy, replace(greedy, logprobs=1)):
+        with timing.recorded() as launches:
+            found.append(finish(cuda_engine(folder, "none"), [request_of(p, params) for p in prompts()]))
+        assert ("gdn_token.cu" in {launch.file for launch in launches}) == (params is greedy)
+    assert found[0] == found[1]
