@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
 import numpy as np
 
@@ -94,7 +95,7 @@ class ProfileDrafter:
     honest:  False makes every token wrong, with the same probabilities
     """
 
-    reads_text = True
+    reads_text = False  # as the drafts that it stands for, which the GPU makes
 
     def __init__(
         self,
@@ -110,6 +111,7 @@ class ProfileDrafter:
         # for each request, position and depth the number that decides which rank the right token has
         self._drawn = np.random.default_rng(0).random((len(self._answers), longest, DEEPEST))
         self._number: dict[Request, int] = {}
+        self._made: dict[tuple[int, int, Shape, Limits], Tree] = {}
 
     def number(self, requests: Sequence[Request]) -> None:
         """Says whose answers these are, in order."""
@@ -121,6 +123,12 @@ class ProfileDrafter:
             return [EMPTY for _ in requests]
         return [self._tree(self._number[r], len(r.tokens), shape, lim) for r, lim in zip(requests, limits)]
 
+    def prepare(self, start: int, count: int, shapes: Sequence[Shape], limits: Limits) -> None:
+        """Makes the trees of `count` places from `start` on: the time it takes is no part of what they stand for."""
+        for i, known, shape in product(range(len(self._answers)), range(start, start + count), shapes):
+            if known < len(self._answers[i]):
+                self._tree(i, known, shape, limits)
+
     def observe(self, news: Sequence[Committed]) -> None:
         pass
 
@@ -128,6 +136,12 @@ class ProfileDrafter:
         pass
 
     def _tree(self, i: int, known: int, shape: Shape, limits: Limits) -> Tree:
+        key = i, known, shape, limits
+        if key not in self._made:
+            self._made[key] = self._grown(*key)
+        return self._made[key]
+
+    def _grown(self, i: int, known: int, shape: Shape, limits: Limits) -> Tree:
         t = Template.of(self._profile, shape, limits.nodes)
         ahead = self._answers[i][known : known + shape.depth]
         depth = min(len(ahead), limits.depth)

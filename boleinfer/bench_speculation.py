@@ -257,6 +257,8 @@ def against(
 
     answers = [t + [0] * NODES for t in plain.tokens]
     drafter = ProfileDrafter(profile, answers, shape, llm.config.vocab_size, honest)
+    if not hears:
+        drafter.prepare(prompt, length + NODES, [shape_of(plan) for plan in DRAFT_PLANS], llm.engine.scheduler.limits)
     return run(llm, batch, prompt, length, drafter, hears)
 
 

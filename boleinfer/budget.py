@@ -8,8 +8,10 @@ be read off a draft that was not made, so each way to draft has a record of its 
     tokens a step and request = 1 + coverage (a + a^2 + .. + a^depth)     a: a guess is right where those before it are
     speed of a way            = tokens / seconds of its steps, against plain decoding
 
-The fastest way is taken. The others are tried again for a few steps after pauses that grow while they stay behind, and
-that are long where a try is dear, so that all trying together costs about 1 %; a new request is a reason to try sooner.
+The fastest way is taken, and plain decoding as soon as it looks fastest. Another way is tried again for a few steps where
+it may be about as fast; while nothing is drafted, the one of each kind whose try loses least. Pauses between tries grow
+while they are in vain, and are long where a try is dear, so that all trying together costs less than 1 %; a request that
+begins is a reason to try sooner.
 """
 
 from __future__ import annotations
@@ -24,13 +26,16 @@ from boleinfer.costs import CostTable
 from boleinfer.forest import Tree
 
 PRIOR_RATE, PRIOR_TRIES = 0.7, 4.0  # what is believed of a guess before any was verified, and how firmly
+ALIKE_TRIES = 24.0  # how firmly is foreseen what a way brings whose rate others share
 RECENT = 24.0  # steps after which a record counts a third
-SURER = 1.03  # how much faster another way must look
-SETTLING = 2  # steps of one or two requests after which the ways are compared again
-STAY = 5  # comparisons before a way to draft that was chosen is left, except for one that was tried
+PRIOR_LOOKUP = 0.05  # part of the requests for which something is found without the GPU's drafts, before any was asked
+SURER = 1.03  # how much faster another way to draft must look
+EARLY, SETTLING = 16, 2  # steps that are all followed by a comparison of the ways, and of how many later ones one is
+STAY = 4  # comparisons before a way to draft that was chosen is left, except for one that was tried
 TRIED = 3  # steps of a try that count
 PACE_STEPS, SAME_PACE, OUTLIER = 8, 2.0, 4.0  # steps that the pace is of; that all ways share it; beyond which none is
-SHORTEST_PAUSE, MOST_DOUBLINGS = 8, 2  # steps between two tries at least; each that is in vain doubles them
+FIRST_PAUSE = 63  # steps before the first try at least
+SHORTEST_PAUSE, MOST_DOUBLINGS = 8, 4  # steps between two tries at least; each that is in vain doubles them
 DEAR, SOONER = 300.0, 3  # steps between tries that lose one; a new request divides them
 
 
@@ -80,7 +85,9 @@ class _Record:
     """What is known of a way, recent steps counting most. Sums of steps, or of their requests."""
 
     asked: float = 0.0
+    brought: float = 0.0
     drafted: float = 0.0
+    spoken: float = 0.0  # as asked, but remembered over tries
     hits: float = 0.0
     tries: float = 0.0
     steps: float = 0.0
@@ -89,12 +96,17 @@ class _Record:
     draft_s: float = 0.0  # of the host, at the table's pace
     vain: int = 0  # tries in vain, one after another
     since: int = 1  # steps since it was last in use
-    due: int = 8 * SHORTEST_PAUSE
+    due: int = FIRST_PAUSE
 
     def fade(self, keep: float) -> None:
         """Lets what is known count less."""
-        for name in ("asked", "drafted", "hits", "tries", "steps", "rows", "slow", "draft_s"):
+        for name in ("asked", "brought", "drafted", "spoken", "hits", "tries", "steps", "rows", "slow", "draft_s"):
             setattr(self, name, getattr(self, name) * keep)
+
+    def forget(self) -> None:
+        """A try begins: what its steps bring counts more than what others brought."""
+        for name in ("asked", "brought", "steps", "rows", "slow", "draft_s"):
+            setattr(self, name, getattr(self, name) / 4)
 
 
 @dataclass
@@ -114,6 +126,7 @@ class Budget:
     _timed: int = 0
     _pace_now: float = 1.0  # seconds of steps against the table's: what else the machine does slows all ways
     _steps: int = 0
+    _begun: bool = False
     _held: int = 0  # comparisons since the best way was chosen
     _surprise: tuple[float, float] = UNSURPRISED
 
@@ -129,6 +142,9 @@ class Budget:
             return self._best
         if batch >= self.costs.most:
             return 0
+        if not self._begun:
+            self._best = max(range(1, len(self.ways)), key=lambda i: self.speed(i, batch, context))
+            self._begun = True
         return self._best if self._trial is None else self._trial
 
     def share(self, trees: Sequence[Tree], way: int, context: float, most: int) -> list[Tree]:
@@ -163,15 +179,14 @@ class Budget:
         if not r.steps or not way:
             return foreseen
         step = costs.one_s(min(r.rows / r.steps * batch, costs.most), batch, context)
-        seen = (1 + r.hits / r.asked) * plain / (slow * step + draft_s)
-        return (PRIOR_TRIES * foreseen + r.asked * seen) / (PRIOR_TRIES + r.asked)
+        seen = (1 + r.brought / r.asked) * plain / (slow * step + draft_s)
+        firm = PRIOR_TRIES if len(self._alike(way)) < 2 else ALIKE_TRIES
+        return (firm * foreseen + r.asked * seen) / (firm + r.asked)
 
     def rate(self, way: int) -> float:
-        """How often a guess of a way is right when those before it were."""
-        r, alike = self._records[way], self._alike(way)  # the same layer drafts in all of the GPU's ways
-        hits, tries = (sum(getattr(r, name) for r in alike) for name in ("hits", "tries"))
-        before = (hits + PRIOR_TRIES * PRIOR_RATE) / (tries + PRIOR_TRIES)
-        return (r.hits + PRIOR_TRIES * before) / (r.tries + PRIOR_TRIES)
+        """How often a guess of a way is right when those before it were; the GPU's ways have one layer and one rate."""
+        hits, tries = (sum(getattr(r, name) for r in self._alike(way)) for name in ("hits", "tries"))
+        return (hits + PRIOR_TRIES * PRIOR_RATE) / (tries + PRIOR_TRIES)
 
     def draft_s(self, way: int, batch: int) -> float:
         """Seconds that drafting adds to a step, on the host and on the GPU."""
@@ -205,6 +220,8 @@ class Budget:
         for alike in self._alike(news.way) if news.way else [r]:
             alike.fade(1 - 1 / RECENT)
         r.asked += news.batch
+        r.spoken += news.batch
+        r.brought += sum(news.accepted)
         r.drafted += sum(d > 0 for d in news.depth)
         r.hits += sum(news.accepted)
         r.tries += sum(min(a + 1, d) for a, d in zip(news.accepted, news.depth))
@@ -236,29 +253,44 @@ class Budget:
             self._settle(news, tried)
             return
         self._steps += 1
-        if self._steps % SETTLING == 0 or news.batch > 2:
+        if self._steps < EARLY or self._steps % SETTLING == 0 or news.batch > 2:
             self._settle(news, None)
         for i, r in enumerate(self._records):
-            if i and i != self._best and r.since >= r.due:
-                self._trial, self._left, self._surprise = i, TRIED, UNSURPRISED
-                r.fade(0.25)
-                return
+            if i and i != self._best and r.since >= r.due and self._is_cheapest(i, news):
+                if r.due == FIRST_PAUSE:
+                    r.due = self._pause(i, news)
+                if r.since >= r.due:
+                    self._trial, self._left, self._surprise = i, TRIED, UNSURPRISED
+                    r.forget()
+                    return
+
+    def _is_cheapest(self, way: int, news: StepNews) -> bool:
+        """Whether a try of no way of its kind loses less, where nothing is drafted; else any may be tried."""
+        kind = self.ways[way].variant > 0
+        alike = [i for i, w in enumerate(self.ways) if w.asks and (w.variant > 0) == kind]
+        return self._best > 0 or way == min(alike, key=lambda i: self._loss(i, news.batch, news.context))
 
     def _settle(self, news: StepNews, tried: int | None) -> None:
         """Goes over to the fastest way; one that was left, or tried in vain, has to wait."""
         before, speeds = self._best, [self.speed(i, news.batch, news.context) for i in range(len(self.ways))]
         fastest = int(np.argmax(speeds))
         self._held += 1
-        if speeds[fastest] > SURER * speeds[before] and (self._held >= STAY or tried is not None or not before):
+        surer = SURER if fastest else 1.0
+        if speeds[fastest] > surer * speeds[before] and (self._held >= STAY or tried is not None or not before):
             self._best, self._held = fastest, 0
         for i in {before, tried} - {None, 0, self._best}:
             assert i is not None
             r = self._records[i]
-            r.due = max(SHORTEST_PAUSE, round(DEAR * self._loss(i, news.batch, news.context) ** 1.5)) << r.vain
+            r.due = self._pause(i, news)
             r.vain = min(r.vain + 1, MOST_DOUBLINGS)
             r.since = 0
         if before == self._best:
             self._records[self._best].vain = 0
+
+    def _pause(self, way: int, news: StepNews) -> int:
+        """Steps until a way is tried again."""
+        lost = self._loss(way, news.batch, news.context)
+        return max(SHORTEST_PAUSE, round(DEAR * lost**1.5)) << self._records[way].vain
 
     def _loss(self, way: int, batch: int, context: float) -> float:
         """Steps that a try loses: when nothing is right, or beside another way to draft as far as is foreseen."""
@@ -282,7 +314,8 @@ class Budget:
     def _coverage(self, way: int) -> float:
         """Part of the requests for which there was a draft at all."""
         r = self._records[way]
-        return (r.drafted + PRIOR_TRIES) / (r.asked + PRIOR_TRIES)
+        alone = self.ways[way].variant == 0 and any(w.variant for w in self.ways)
+        return (r.drafted + PRIOR_TRIES * (PRIOR_LOOKUP if alone else 1.0)) / (r.spoken + PRIOR_TRIES)
 
     def _slow(self, way: int) -> float:
         """Seconds of a way's steps against the table's, where 1 is what all ways together take."""

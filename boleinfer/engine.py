@@ -125,6 +125,8 @@ class Engine:
             return False
         if step.ahead == BLIND and any(w.drafted for w in works):
             return False
+        if budget.ways[step.way].asks and not all(w.drafted for w in works):  # a draft may be there by now
+            return False
         return budget.choose(len(works), mean_length([w.request for w in works])) == step.way
 
     def _ways(self) -> list[Way]:
