@@ -15,11 +15,10 @@ from boleinfer import bench_peers, bench_tables, device, timing
 from boleinfer.device import Array
 from boleinfer.device_forest import DeviceForest, upload
 from boleinfer.forest import Forest, Tree
+from boleinfer.gdn_core import gdn_core
 from boleinfer.ops import relative_error
 from boleinfer.ops.attention import tree_attention
 from boleinfer.ops.gdn import gdn
-from boleinfer.ops.gdn_inputs import gdn_inputs
-from boleinfer.ops.norms import gated_rms_norm
 from boleinfer.provenance import gpu_provenance
 from boleinfer.random_weights import normal
 from boleinfer.results import output_file, write
@@ -145,13 +144,10 @@ def core(
     qkvz: Array, ba: Array, taps: Array, A_log: Array, dt_bias: Array, norm: Array, window: Array, S: Array,
     ring: Ring, slot: Array, forest: Forest | DeviceForest,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """What layers.gated_deltanet does between its products: the gated output and u, both [R, Hv, V]."""
-    R, Hv, channels = len(qkvz), len(A_log), len(taps)
-    z = qkvz[:, channels:].reshape(R, Hv, WIDTH)
-    sizes = HK, WIDTH, Hv, WIDTH
-    q, k, v, g, beta = gdn_inputs(qkvz, ba, taps, A_log, dt_bias, window, slot, forest, sizes)
-    o, u = gdn(q, k, v, g, beta, S, ring, slot, forest)
-    return gated_rms_norm(o, z, norm, EPS), u
+    """The gated output and u, both [R, Hv, V]."""
+    sizes = HK, WIDTH, len(A_log), WIDTH
+    y, _, u, _ = gdn_core(qkvz, ba, taps, A_log, dt_bias, norm, EPS, window, S, ring, slot, forest, sizes)
+    return y, u
 
 
 def gdn_row(case: Case, read_gb_s: float) -> Arrays:

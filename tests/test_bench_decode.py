@@ -80,11 +80,13 @@ def test_floor_of_experts_is_what_is_chosen(experts):
 
 
 def test_graphs_are_weighed(pretend, monkeypatch):  # noqa: F811
-    """Captured are all steps of up to 128 rows in every way, and none while requests come and go."""
+    """Captured are all steps of up to 128 rows of every kind, and none while requests come and go."""
     monkeypatch.setattr(pricing, "price", lambda *_, **__: None)
     found = bench_graphs.weighed(TINY)
     llm = LLM(device="cuda", random_weights=TINY, draft="auto")
-    assert found["graphs"] == 5 * (1 + len(llm.engine.executor.depths))
+    assert found["graphs"] == 5 * (
+        2 + len(llm.engine.executor.depths)
+    )  # plain steps, of single rows or not, and drafts
     assert found["captures_while_serving"] == 0 and found["pool_grew_bytes"] == 0
     shown = bench_tables.decode({**GPU, "read_gb_s": 1.0, "rows": [], "graphs": {**found, "bytes": 123456789}})
     assert "take 123 MB" in shown
