@@ -45,8 +45,7 @@ def gdn_core(
 
 # ---- the GPU ---------------------------------------------------------------------------------------------------------
 
-FEW, MANY = 16, 8  # warps of a block: quickest alone, and two blocks of a multiprocessor
-MANY_HEADS = 264  # of all requests
+BLOCKS = 2  # of a multiprocessor
 
 
 def _launch(
@@ -72,9 +71,8 @@ def _launch(
     args = {"qkvz": qkvz, "ba": ba, "taps": taps, "A_log": A_log, "dt_bias": dt_bias, "norm": norm, "window": window}
     args |= {"S": S, "ring_k": ring.k, "ring_u": ring.u, "ring_g": ring.g, "length": ring.length, "slot": slot}
     args |= {"start": forest.start, "y": y, "k": k, "u": u, "g": g, "Hk": Hk, "Hv": Hv, "C": C, "B": B, "eps": eps}
-    many = B * Hv > MANY_HEADS
-    args |= {"Ahead": (1 + many) * device.multiprocessors()}
-    warps = max(4, min(MANY if many else FEW, V // 8))
+    args |= {"Ahead": BLOCKS * device.multiprocessors()}
+    warps = 8 if V >= 64 else 4
     constants = {"Act": device.c_type(qkvz), "K": K, "V": V, "W": taps.shape[1], "Warps": warps}
     if R and B:
         kernels.launch("gdn_token.cu", "gdn_token", B * Hv, 32 * warps, args, constants=constants)

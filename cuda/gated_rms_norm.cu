@@ -1,13 +1,11 @@
 // The norm of GDN's output, y = o / sqrt(mean o^2 + eps) * w * silu(z), over each head. Definition: gated_rms_norm in
 // boleinfer/ops/norms.py. Sums in float32.
 //
-// grid: blocks for all heads of all rows, HEADS of each group. block: 128 threads; a group of lanes owns a head, four
-// neighbours a lane where widths and addresses allow it. shared: none. Read twice: nothing.
+// grid: blocks for all heads of all rows. block: 128 threads; a group of lanes owns Heads heads, whose numbers are under way
+// together, four neighbours a lane where widths and addresses allow it. shared: none. Read twice: nothing.
 //
-// sizes: V=128 Act=bf16,float | V=63 Act=bf16,float
+// sizes: V=128 Act=bf16,float Heads=1,2 | V=63 Act=bf16,float Heads=2
 #include "gated_rms_norm.cuh"
-
-constexpr int HEADS = 2;  // of a group of lanes: what it reads of all of them is under way at once
 
 template <int N>
 __device__ __forceinline__ void norm_heads(const Act* o, const Act* z, const float* w, Act* out, int heads, int Hv,
@@ -18,9 +16,9 @@ __device__ __forceinline__ void norm_heads(const Act* o, const Act* z, const flo
   Pack<float, N> gain[EACH] = {};
   own.each([&](int e, int c) { gain[e] = load<N>(w + c); });
   after_previous();
-  Pack<Act, N> x[HEADS][EACH] = {}, gate[HEADS][EACH] = {};
+  Pack<Act, N> x[Heads][EACH] = {}, gate[Heads][EACH] = {};
 #pragma unroll
-  for (int i = 0; i < HEADS; i++) {
+  for (int i = 0; i < Heads; i++) {
     const int head = first + i * groups;
     if (head >= heads) continue;
     const long long at = (long long)(head / Hv) * Ldz + head % Hv * V;
@@ -30,7 +28,7 @@ __device__ __forceinline__ void norm_heads(const Act* o, const Act* z, const flo
     });
   }
 #pragma unroll
-  for (int i = 0; i < HEADS; i++) {
+  for (int i = 0; i < Heads; i++) {
     const int head = first + i * groups;
     float wide[EACH][N], factor[EACH][N];
 #pragma unroll

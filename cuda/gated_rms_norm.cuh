@@ -11,7 +11,7 @@ __device__ __forceinline__ void gate_of(float (&gate)[EACH][N], const Pack<float
 #pragma unroll
   for (int e = 0; e < EACH; e++) {
 #pragma unroll
-    for (int i = 0; i < N; i++) gate[e][i] = w[e].v[i] * silu(to_float(z[e].v[i]));
+    for (int i = 0; i < N; i++) gate[e][i] = w[e].v[i] * quick_silu(to_float(z[e].v[i]));
   }
 }
 
@@ -19,7 +19,7 @@ __device__ __forceinline__ void gate_of(float (&gate)[EACH][N], const Pack<float
 template <int N>
 __device__ __forceinline__ void norm_head(Act* out, float (&o)[Share<V, N>::EACH][N],
                                           const float (&gate)[Share<V, N>::EACH][N], float eps, bool used) {
-  const float scale = 1.0f / sqrtf(Share<V, N>::sum(squares(o)) / V + eps);
+  const float scale = rsqrtf(Share<V, N>::sum(squares(o)) / V + eps);
 #pragma unroll
   for (int e = 0; e < Share<V, N>::EACH; e++) {
 #pragma unroll

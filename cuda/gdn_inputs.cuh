@@ -21,7 +21,7 @@ __device__ __forceinline__ void convolve(float (&y)[Share<WIDTH, N>::EACH][N],
     for (int i = 0; i < N; i++) {
 #pragma unroll
       for (int j = W - 1; j >= 0; j--) y[e][i] = fmaf(to_float(x[j][e].v[i]), taps.v[i * W + j], y[e][i]);
-      y[e][i] = silu(y[e][i]);
+      y[e][i] = quick_silu(y[e][i]);
     }
   });
 }
@@ -29,7 +29,7 @@ __device__ __forceinline__ void convolve(float (&y)[Share<WIDTH, N>::EACH][N],
 // y / sqrt(sum y^2 + 1e-6) * length. By all lanes of a warp.
 template <int WIDTH, int N>
 __device__ __forceinline__ void give_length(float (&y)[Share<WIDTH, N>::EACH][N], float length) {
-  const float factor = length / sqrtf(Share<WIDTH, N>::sum(squares(y)) + 1e-6f);
+  const float factor = length * rsqrtf(Share<WIDTH, N>::sum(squares(y)) + 1e-6f);
 #pragma unroll
   for (auto& part : y) {
 #pragma unroll

@@ -13,8 +13,7 @@
 // that blocks have room beside those of the products before and behind.
 // Read twice: a key head's inputs and ring keys, by each of its value heads (L2).
 //
-// sizes: Act=bf16 K=128 V=128 W=4 Warps=8,16 | Act=float K=128 V=128 W=4 Warps=8 | Act=bf16,float K=16 V=64 W=3 Warps=4
-// sizes: Act=bf16,float K=64 V=16 W=4 Warps=4
+// sizes: Act=bf16,float K=128 V=128 W=4 Warps=8 | Act=bf16,float K=16 V=64 W=3 Warps=8 | Act=bf16,float K=64 V=16 W=4 Warps=4
 constexpr int Vt = V;
 #include "gated_rms_norm.cuh"
 #include "gdn_inputs.cuh"
@@ -45,7 +44,7 @@ __device__ __forceinline__ void prefetch_all(const void* p, int bytes) {
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) gdn_token(
+extern "C" __global__ void __launch_bounds__(THREADS, HALF ? 2 : 1) gdn_token(
     const Act* __restrict__ qkvz,       // [R, 2*Hk*K+2*Hv*V] aligned 16
     const float* __restrict__ ba,       // [R, 2*Hv] b, then a
     const float* __restrict__ taps,     // [2*Hk*K+Hv*V, W] aligned 16

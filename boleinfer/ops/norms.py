@@ -71,7 +71,8 @@ def gated_rms_norm(o: Array, z: Array, w: Array, eps: float) -> Array:
     out, ldz = device.empty(o.shape, o.dtype), z.strides[0] // z.itemsize
     if R:
         args = {"o": o, "z": z, "w": w, "out": out, "R": R, "Hv": Hv, "Ldz": ldz, "eps": eps}
-        grid, constants = -(-R * Hv * lanes // (2 * 128)), {"V": V, "Act": device.c_type(o)}
+        heads = 1 if R * Hv <= 4096 else 2  # of a group of lanes
+        grid, constants = -(-R * Hv * lanes // (heads * 128)), {"V": V, "Act": device.c_type(o), "Heads": heads}
         kernels.launch("gated_rms_norm.cu", "gated_rms_norm", grid, 128, args, constants=constants)
     return out
 

@@ -39,6 +39,14 @@ def test_z_is_columns_of_a_wider_matrix(gpu, act, bound, Hv, V, skip, behind):
     near(gated_rms_norm(device.upload(o), view, device.upload(w), 1e-6), expected, bound)
 
 
+def test_gates_of_any_size_are_finite(gpu):
+    z = np.asarray([-3e38, -1e4, -100, -88, -87, -20, -1e-30, 0, 1e-30, 20, 88, 3e8], np.float32)
+    o, w = np.ones((1, 1, len(z)), np.float32), np.ones(len(z), np.float32)
+    out = gated_rms_norm(device.upload(o), device.upload(z.reshape(o.shape)), device.upload(w), 0.0)
+    expected = gated_rms_norm(o.astype(np.float64), z.astype(np.float64).reshape(o.shape), w.astype(np.float64), 0.0)
+    np.testing.assert_allclose(device.download(out), expected, rtol=2e-6, atol=1e-30)
+
+
 @pytest.mark.parametrize("act,bound", ACTS)
 @pytest.mark.parametrize("D", [1, 37, 128, 2056])
 def test_addresses_that_are_no_multiple_of_16(gpu, act, bound, D):
