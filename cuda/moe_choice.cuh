@@ -2,7 +2,7 @@
 // moe, boleinfer/ops/moe.py.
 //
 // softmax over all E logits, the A largest, equal ones by lower index; with norm_topk divided by their sum. A row with a
-// NaN gets experts 0 .. A-1 and weights NaN, and counts as a row of no expert. Place r A + a is row r's a-th choice.
+// NaN gets experts 0 .. A-1 and weights NaN, and counts as a row of no expert.
 #pragma once
 
 #include "common.cuh"
@@ -16,9 +16,15 @@ __device__ __forceinline__ unsigned ordered(float x) {
 }
 __device__ __forceinline__ float unordered(unsigned u) { return __uint_as_float(u >> 31 ? u & 0x7fffffffu : ~u); }
 
-// One row's weights and experts, by a warp whose lanes have PER_LANE neighbouring experts each. E <= 32 PER_LANE.
+// One of a row's choices.
+struct Choice {
+  float weight;
+  int expert;
+};
+
+// A row's choice number `lane`, by a warp whose lanes have PER_LANE neighbouring experts each. E <= 32 PER_LANE.
 template <int PER_LANE>
-__device__ void choose(const float* logits, float* weight, int* expert, int E, int A, bool norm_topk) {
+__device__ Choice choose(const float* logits, int E, int A, bool norm_topk) {
   const int lane = threadIdx.x % WARP, first = lane * PER_LANE;
   unsigned key[PER_LANE];
   bool broken = false;
@@ -28,19 +34,21 @@ __device__ void choose(const float* logits, float* weight, int* expert, int E, i
     key[i] = first + i < E ? ordered(logit) : 0;
     broken |= logit != logit;
   }
-  if (__any_sync(ALL_LANES, broken)) {
-    if (lane < A) weight[lane] = nan(), expert[lane] = lane;
-    return;
-  }
+  if (__any_sync(ALL_LANES, broken)) return {nan(), lane};
   const auto largest = [&] {
-    unsigned best = key[0];
+    unsigned most[PER_LANE];
 #pragma unroll
-    for (int i = 1; i < PER_LANE; i++) best = max(best, key[i]);
-    return best;
+    for (int i = 0; i < PER_LANE; i++) most[i] = key[i];
+#pragma unroll
+    for (int d = 1; d < PER_LANE; d *= 2) {
+#pragma unroll
+      for (int i = 0; i < PER_LANE; i += 2 * d) most[i] = max(most[i], most[i + d]);
+    }
+    return __reduce_max_sync(ALL_LANES, most[0]);
   };
   float sum = 0.0f;
   if (!norm_topk) {
-    const float most = unordered(__reduce_max_sync(ALL_LANES, largest()));
+    const float most = unordered(largest());
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
       if (first + i < E) sum += expf(unordered(key[i]) - most);
@@ -48,74 +56,75 @@ __device__ void choose(const float* logits, float* weight, int* expert, int E, i
     sum = warp_sum(sum);
   }
 
-  // the largest that is left, A times: its lane notes the expert, lane a the score
-  unsigned kept = 0;
+  // the largest that is left, A times; of equal ones the lowest lane's lowest one
+  Choice own = {0.0f, 0};
+  unsigned score = 0;
   for (int a = 0; a < A; a++) {
-    const unsigned own = largest(), best = __reduce_max_sync(ALL_LANES, own);
-    if (lane == a) kept = best;
-    if (lane == __ffs(__ballot_sync(ALL_LANES, own == best)) - 1) {
-      int at = 0;
+    const unsigned best = largest();
+    unsigned equal = 0;
 #pragma unroll
-      for (int i = PER_LANE - 1; i >= 0; i--) at = key[i] == best ? i : at;
+    for (int i = 0; i < PER_LANE; i++) equal |= unsigned(key[i] == best) << i;
+    const int from = __ffs(__ballot_sync(ALL_LANES, equal != 0)) - 1;
+    const int expert = __shfl_sync(ALL_LANES, first + __ffs(equal) - 1, from);
+    if (lane == a) own.expert = expert, score = best;
+    const unsigned taken = lane == from ? equal & (0u - equal) : 0;
 #pragma unroll
-      for (int i = 0; i < PER_LANE; i++) key[i] = i == at ? 0 : key[i];
-      expert[a] = first + at;
-    }
+    for (int i = 0; i < PER_LANE; i++) key[i] = taken >> i & 1 ? 0 : key[i];
   }
-  const float most = unordered(__shfl_sync(ALL_LANES, kept, 0)), mine = lane < A ? expf(unordered(kept) - most) : 0.0f;
+  const float most = unordered(__shfl_sync(ALL_LANES, score, 0)), mine = lane < A ? expf(unordered(score) - most) : 0.0f;
   if (norm_topk) sum = warp_sum(mine);
-  if (lane < A) weight[lane] = mine / sum;
+  own.weight = mine / sum;
+  return own;
 }
 
 // The choices of up to 8 rows, in the shared memory of a block. Slot s < slots is the expert of[s], experts rising; its rows
-// are the bits of chosen_by[of[s]], and the i-th of them has position first[s] + i.
+// are the bits of chosen_by[of[s]].
 template <int THREADS>
 struct Choices {
-  float weight[FEW_ROWS * MOST_CHOSEN];  // of places
-  int expert[FEW_ROWS * MOST_CHOSEN];
-  short of[FEW_ROWS * MOST_CHOSEN], first[FEW_ROWS * MOST_CHOSEN + 1];
+  static constexpr int WARPS = THREADS / WARP, EACH = MOST_EXPERTS / THREADS;  // experts of a thread
+  float weight[FEW_ROWS * MOST_CHOSEN];  // of row r's choice a at r A + a
+  short expert[FEW_ROWS * MOST_CHOSEN], of[FEW_ROWS * MOST_CHOSEN];
   alignas(4) unsigned char chosen_by[MOST_EXPERTS];
-  int total[THREADS / WARP];
+  int count[WARPS];
   int slots;
+
+  // All threads together, before a __syncthreads() and make.
+  __device__ void clear() {
+    for (int i = threadIdx.x; i < MOST_EXPERTS / 4; i += THREADS) reinterpret_cast<unsigned*>(chosen_by)[i] = 0;
+  }
 
   // All threads together; behind it, they may read.
   template <int PER_LANE>
   __device__ void make(const float* logits, int R, int E, int A, bool norm_topk) {
-    constexpr int WARPS = THREADS / WARP, EACH = MOST_EXPERTS / THREADS;  // experts of a thread
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    unsigned* const four = reinterpret_cast<unsigned*>(chosen_by);
-    for (int i = threadIdx.x; i < MOST_EXPERTS / 4; i += THREADS) four[i] = 0;
     for (int r = warp; r < R; r += WARPS) {
-      choose<PER_LANE>(logits + (long long)r * E, weight + r * A, expert + r * A, E, A, norm_topk);
-    }
-    __syncthreads();
-    for (int p = threadIdx.x; p < R * A; p += THREADS) {
-      if (weight[p] == weight[p]) atomicOr(four + expert[p] / 4, 1u << (expert[p] % 4 * 8 + p / A));
+      const Choice own = choose<PER_LANE>(logits + r * E, E, A, norm_topk);
+      if (lane >= A) continue;
+      weight[r * A + lane] = own.weight, expert[r * A + lane] = own.expert;
+      unsigned* const four = reinterpret_cast<unsigned*>(chosen_by) + own.expert / 4;
+      if (own.weight == own.weight) atomicOr(four, 1u << (own.expert % 4 * 8 + r));
     }
     __syncthreads();
 
-    // rows and chosen experts up to each thread's, packed: rows + 2^16 experts
-    const auto packed = [&](int e) { return chosen_by[e] ? __popc(chosen_by[e]) + (1 << 16) : 0; };
+    unsigned chosen[EACH];
     int mine = 0;
 #pragma unroll
-    for (int i = 0; i < EACH; i++) mine += packed(threadIdx.x * EACH + i);
-    int upto = mine;
-#pragma unroll
-    for (int d = 1; d < WARP; d *= 2) {
-      const int other = __shfl_up_sync(ALL_LANES, upto, d);
-      if (lane >= d) upto += other;
+    for (int i = 0; i < EACH; i++) {
+      chosen[i] = __ballot_sync(ALL_LANES, chosen_by[(warp * EACH + i) * WARP + lane] != 0);
+      mine += __popc(chosen[i]);
     }
-    if (lane == WARP - 1) total[warp] = upto;
+    if (lane == 0) count[warp] = mine;
     __syncthreads();
-    upto -= mine;
-    for (int w = 0; w < warp; w++) upto += total[w];
+    int before = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) before += w < warp ? count[w] : 0;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-      const int e = threadIdx.x * EACH + i, n = packed(e);
-      if (n) of[upto >> 16] = e, first[upto >> 16] = upto & 0xffff;
-      upto += n;
+      const int at = before + __popc(chosen[i] & ((1u << lane) - 1));
+      if (chosen[i] >> lane & 1) of[at] = (warp * EACH + i) * WARP + lane;
+      before += __popc(chosen[i]);
     }
-    if (threadIdx.x == THREADS - 1) slots = upto >> 16, first[upto >> 16] = upto & 0xffff;
+    if (threadIdx.x == THREADS - 1) slots = before;
     __syncthreads();
   }
 };

@@ -1,49 +1,56 @@
-// What the experts' products for up to 8 rows share. Knows no kernel.
+// What the experts' products for up to 8 rows share (sm_90 and later). Knows no kernel.
+//
+// A unit is the product of some rows of an expert's matrix with all rows of x. Each of the first Places warps has a place in
+// shared memory for a unit's weights: it asks for whole rows of them, waits, multiplies, and asks for its next unit.
+// Nobody else waits for it.
 //
 // The order of all sums is that of moe_experts.cu: chunks of k (linear.cuh) c, c + 4, c + 8, ... in turn, for c = 0 .. 3,
-// and then these four, so a row has the same bits with more rows. A lane copies the words of its own rows of a tile
-// (mma.cuh) into a ring of Depth chunks and finds them there itself: warps wait for one another only where sums meet.
+// and then these four, so a row has the same bits with more rows.
 #pragma once
 
+#include "bulk.cuh"
 #include "linear.cuh"
 #include "moe_choice.cuh"
 
-constexpr int PARTS = 4;                 // of k
-constexpr int WORDS = sizeof(Wt);        // 16-byte words of a row's chunk that a lane takes
-constexpr int LANE_K = 16 / sizeof(Wt);  // k of one of them
+constexpr int PARTS = 4, STEP = PARTS * CHUNK;  // of k; rows are filled up to whole steps with zeros
+constexpr int ITEM = sizeof(Wt);                // bytes of a weight
+constexpr int PRODUCTS = CHUNK / 16;            // of a chunk
+constexpr int W_PAD = 64, X_PAD = ITEM == 2 ? 64 : 16;  // bytes behind a row, so that lanes read from different banks
+constexpr int THREADS = 256;
 
 __device__ __forceinline__ int scales_of(int n) { return (n + SCALED - 1) / SCALED; }
+__device__ __forceinline__ int steps_of(int K) { return (K + STEP - 1) / STEP; }
 
-// The lane's k of word p of a row's chunk of weights; of a row's chunk of x.
-__device__ __forceinline__ int weight_k(int p) { return threadIdx.x % 4 * LANE_K + 32 * p; }
-__device__ __forceinline__ int x_k(int p) { return threadIdx.x % 4 * LANE_K + (WORDS == 2 ? 32 : 8) * p; }
+// Bytes from a row to the next one, of weights and of x.
+__device__ __forceinline__ int w_pitch(int K) { return steps_of(K) * STEP * ITEM + W_PAD; }
+__device__ __forceinline__ int x_pitch(int K) { return steps_of(K) * STEP * 2 + X_PAD; }
 
-// The lane's part of a chunk of x; zeros behind the end.
-__device__ __forceinline__ void load_x(uint4 (&to)[2], const bf16* row, int chunk, int K) {
-#pragma unroll
-  for (int p = 0; p < 2; p++) {
-    const int k = chunk * CHUNK + x_k(p);
-    to[p] = load_or_zero(row + k, k < K);
+// Zeros from k = K to the last step's end, in so many rows of `item` bytes a number. All threads together.
+__device__ __forceinline__ void fill_up(char* rows, int count, int pitch, int K, int item) {
+  const int words = (steps_of(K) * STEP - K) * item / 16;
+  for (int i = threadIdx.x; i < count * words; i += THREADS) {
+    reinterpret_cast<uint4*>(rows + i / words * pitch + K * item)[i % words] = make_uint4(0, 0, 0, 0);
   }
 }
 
-// sum += the chunk of 16 rows of weights with 8 rows of x. low, high: the lane's words of rows g and g + 8.
-__device__ __forceinline__ void multiply(
-    float (&sum)[4], const uint4* low, const uint4* high, const uint4 (&x)[2], float scale) {
-  if constexpr (WORDS == 2) {
-    Fragments<Wt>(low[0], high[0]).multiply(sum, x);
-    Fragments<Wt>(low[WARP], high[WARP]).multiply(sum, x + 1);
-  } else {
-    float block[4] = {};
-    Fragments<Wt>(low[0], high[0]).multiply(block, x);
-#pragma unroll
-    for (int j = 0; j < 4; j++) sum[j] = fmaf(scale, block[j], sum[j]);
-  }
+// The lane's part of a row's chunk of x, from the chunk's start, in bytes: 16 for products 0 and 1, 16 for 2 and 3.
+__device__ __forceinline__ int x_bytes(int half) {
+  return ITEM == 2 ? threadIdx.x % 4 * 16 + half * 64 : threadIdx.x % 4 * 32 + half * 16;
 }
 
-// Asks L2 for so many bytes, a multiple of 16.
-__device__ __forceinline__ void prefetch_bytes(const void* p, int bytes) {
-#if !defined(EMULATED) && __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "r"(bytes));
-#endif
-}
+// The lane's part of a row's chunk of weights: two numbers, and two 8 k further in the product, for each product.
+struct Weights {
+  unsigned pair[PRODUCTS][2];
+
+  __device__ __forceinline__ explicit Weights(const char* chunk) {
+    const char* const own = chunk + threadIdx.x % 4 * 16;
+    if constexpr (ITEM == 2) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) memcpy(pair[2 * half], __builtin_assume_aligned(own + 64 * half, 16), 16);
+    } else {
+      const uint4 all = *reinterpret_cast<const uint4*>(own);
+#pragma unroll
+      for (int i = 0; i < PRODUCTS; i++) widen(word(all, i), pair[i][0], pair[i][1]);
+    }
+  }
+};

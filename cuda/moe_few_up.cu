@@ -1,174 +1,144 @@
 // hidden = silu(gate x) * up x of every chosen expert and of the shared one, for up to 8 rows: bf16 x, bf16 or FP8 weights.
 // Definition: moe in boleinfer/ops/moe.py. Sums in float32, ordered as moe_few.cuh says.
 //
-// grid: 4 blocks a multiprocessor. A block owns an equal share of the shared expert's features, then one of all chosen
-// experts' features, slot by slot (moe_choice.cuh), and goes through them in tiles of up to 16: as many rows of gate, and
-// the same of up. block: 128; a warp owns every fourth chunk of k, for all rows, whether they chose the expert or not. The
-// shared expert's weights are under way before x and the logits are there; every block chooses by itself. A block that has
-// asked for all of its weights asks L2 for those that few_down begins with.
-// shared: Depth * 8 KB * (words a lane takes of a row's chunk); 4 KB of the warps' sums, 4 KB.
-// Read twice: x, by every block for every tile (L1, L2); logits, by every block.
+// grid: one block a multiprocessor; block: 256. A unit is two features of an expert, their rows of gate and of up; the shared
+// expert is ahead of all. Neighbouring blocks' warps take neighbouring units. Rows of x that did not choose an expert are
+// multiplied with it all the same. The shared expert's weights are under way before x and the logits are there; every
+// block chooses by itself.
+// shared: 8 rows of x, 4 Places rows of weights; 4 KB.
+// Read twice: x and logits, by every block (L2).
 //
-// sizes: Wt=bf16 PerLane=8 Depth=3 | Wt=fp8 PerLane=16 Depth=6
+// arch: 90, 100, 120
+// sizes: Wt=bf16 PerLane=8 Places=5 | Wt=fp8 PerLane=16 Places=8
 #include "moe_few.cuh"
 
-constexpr int THREADS = PARTS * WARP;
-constexpr int OWN = 4 * WORDS * WARP;  // words of a warp's chunk: rows g and g + 8 of gate, and of up
-constexpr int HEIGHT = 16;             // features of a tile, at most
-constexpr int AHEAD = 12;              // experts of few_down that L2 is asked for
+// sum[h], for h = 0 and 1: [x, and x one chunk further] [4 rows of weights, and these one chunk further]^T, over the chunks
+// 4 s + 2 h. x, w: the lane's rows g, and g % 4 one chunk further from g = 4 on. The lane has part 2 h of the rows of weights
+// 2 t and 2 t + 1 in the first two numbers for t < 2, and part 2 h + 1 of those four less in the next two for the others.
+__device__ __forceinline__ void multiply(float (&sum)[2][4], const char* x, const char* w, int steps, float2 scales) {
+#pragma unroll 2
+  for (int s = 0; s < steps; s++) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int pair = 2 * s + h;
+      uint4 near[2], far[2];
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const char* const at = x + pair * 2 * CHUNK * 2 + x_bytes(half);
+        near[half] = *reinterpret_cast<const uint4*>(at), far[half] = *reinterpret_cast<const uint4*>(at + CHUNK * 2);
+      }
+      const Weights weights(w + pair * 2 * CHUNK * ITEM);
+      float block[4] = {};
+#pragma unroll
+      for (int i = 0; i < PRODUCTS; i++) {
+        const int j = i % 2 * 2;
+        const unsigned a[4] = {word(near[i / 2], j), word(far[i / 2], j), word(near[i / 2], j + 1), word(far[i / 2], j + 1)};
+        mma_m16n8k16(ITEM == 2 ? sum[h] : block, a, weights.pair[i]);
+      }
+      if constexpr (ITEM == 1) {
+        const float gate = __shfl_sync(ALL_LANES, scales.x, pair), up = __shfl_sync(ALL_LANES, scales.y, pair);
+        const float factor = threadIdx.x % 2 ? up : gate;
+#pragma unroll
+        for (int j = 0; j < 4; j++) sum[h][j] = fmaf(factor, block[j], sum[h][j]);
+      }
+    }
+  }
+}
 
-// Features to go through: `left` of them from feature f of a slot on; slot -1 is the shared expert.
-struct Span {
-  int slot, f, left;
-};
-
-extern "C" __global__ void __launch_bounds__(THREADS, 4) few_gate_up(
+extern "C" __global__ void __launch_bounds__(THREADS, 2) few_gate_up(
     const bf16* __restrict__ x,              // [R, D] aligned 16
     const Wt* __restrict__ weights,          // [E, 2*F, D] aligned 16; gate rows first
     const float* __restrict__ scale,         // [E, (2*F+127)/128, (D+127)/128] or null; of FP8 weights
     const Wt* __restrict__ shared,           // [2*F, D] aligned 16 or null; of the shared expert
     const float* __restrict__ shared_scale,  // [(2*F+127)/128, (D+127)/128] or null
-    const Wt* __restrict__ down,             // [E, D, F] aligned 16
-    const Wt* __restrict__ shared_down,      // [D, F] aligned 16 or null
     const float* __restrict__ logits,        // [R, E]
-    bf16* __restrict__ hidden,               // [Places, F] by position; the shared expert's from R*A on
+    bf16* __restrict__ hidden,               // [Slots, R, F] aligned 16; slot s + 1, the shared expert's first
     int R,
     int E,
     int A,
     int D,
     int F,
-    int Places,
+    int Slots,
     bool norm_topk)
 {
-  extern __shared__ uint4 ring[];  // [Depth][warp][row, WORDS][lane]
-  __shared__ float part[PARTS][2][WARP * 4];  // gate and up; number j of lane l at 4 l + j
+  extern __shared__ uint4 dynamic[];
+  __shared__ Barrier full[Places], x_full;
   __shared__ Choices<THREADS> choices;
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4;
-  const int chunks = (D + CHUNK - 1) / CHUNK, blocks = gridDim.x, b = blockIdx.x;
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+  const int pitch = w_pitch(D);
+  char* const xs = reinterpret_cast<char*>(dynamic);
+  char* const places = xs + FEW_ROWS * x_pitch(D);
+  char* const place = places + warp * 4 * pitch;
 
-  const auto share_of = [&](int features, int slot) {
-    const int begin = (long long)b * features / blocks, end = (long long)(b + 1) * features / blocks;
-    return Span{slot + begin / F, begin % F, end - begin};
-  };
-  Span second = {0, 0, 0};
-  const auto height = [&](const Span& s) { return min(min(HEIGHT - s.f % HEIGHT, F - s.f), s.left); };
-  const auto step = [&](Span& s) {
-    const int n = height(s);
-    s.f += n, s.left -= n;
-    if (s.left == 0 && s.slot < 0) {
-      s = second;
-    } else if (s.f == F) {
-      s.f = 0, s.slot++;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Places; i++) make_barrier(full[i], 1);
+    make_barrier(x_full, 1);
+    barriers_made();
+  }
+  fill_up(xs, FEW_ROWS, x_pitch(D), D, 2);
+  fill_up(places, Places * 4, pitch, D, ITEM);
+  choices.clear();
+  __syncthreads();
+
+  // unit u is features f and f + 1 of slot u / each, of which 0 is the shared expert's and s + 1 that of choices.of[s]
+  const int each = F / 2, step = Places * gridDim.x;
+  int unit = warp * gridDim.x + blockIdx.x + (shared ? 0 : each);
+  float2 scales_next = make_float2(0.0f, 0.0f);  // of FP8, of 128 k number `lane`: x of gate, y of up
+  const auto ask = [&](int u) {
+    const int slot = u / each, f = u % each * 2;
+    const long long e = slot ? choices.of[slot - 1] : 0;
+    const Wt* matrix = slot ? weights + e * 2 * F * D : shared;
+    if (lane == 0) arrive_expecting(full[warp], 4 * D * ITEM);
+    __syncwarp();
+    if (lane < 4) {
+      const long long row = lane / 2 * F + f + lane % 2;
+      load_run(place + lane * pitch, matrix + row * D, D * ITEM, full[warp]);
+    }
+    if (ITEM == 1 && lane < scales_of(D)) {
+      const float* all = slot ? scale + e * scales_of(2 * F) * scales_of(D) : shared_scale;
+      scales_next.x = all[f / SCALED * scales_of(D) + lane];
+      scales_next.y = all[(F + f) / SCALED * scales_of(D) + lane];
     }
   };
-
-  // start the copy of the next chunk, of the same tile or the next one, into place d of the ring
-  Span next = shared ? share_of(F, -1) : second;
-  int next_chunk = warp;
-  const Wt* from = nullptr;
-  bool low = false, high = false;  // whether there are features g and g + 8
-  const auto aim = [&] {
-    if (next.left == 0) return;
-    const Wt* matrix = next.slot < 0 ? shared : weights + (long long)choices.of[next.slot] * 2 * F * D;
-    from = matrix + (long long)(next.f + g) * D + warp * CHUNK + weight_k(0);
-    low = g < height(next), high = g + 8 < height(next), next_chunk = warp;
-  };
-  bool chosen = false;
-  const auto ask_ahead = [&] {  // 16 rows of each expert
-    const int row = HEIGHT * b, rows = min(HEIGHT, D - row), s = (int)threadIdx.x - 1;
-    if (rows <= 0 || s >= min(choices.slots, AHEAD) || (s < 0 && !shared)) return;
-    const Wt* matrix = s < 0 ? shared_down : down + (long long)choices.of[s] * D * F;
-    prefetch_bytes(matrix + (long long)row * F, rows * F * (int)sizeof(Wt));
-  };
-  const long long to_up = (long long)F * D;
-  const auto fetch = [&](int d) {
-    if (next.left && warp < chunks) {
-      uint4* to = ring + (d * PARTS + warp) * OWN + lane;
-#pragma unroll
-      for (int i = 0; i < 4 * WORDS; i++) {
-        const int row = i / WORDS, p = i % WORDS;
-        const bool inside = next_chunk * CHUNK + weight_k(p) < D;
-        cp_async16(to + i * WARP, from + (row / 2 * to_up + row % 2 * 8 * D + 32 * p), (row % 2 ? high : low) && inside);
-      }
-      from += PARTS * CHUNK, next_chunk += PARTS;
-      if (next_chunk >= chunks) {
-        step(next);
-        aim();
-        if (next.left == 0 && chosen) ask_ahead();
-      }
-    }
-    cp_async_commit();
-  };
-  aim();
-  int early = 0;  // chunks that are under way
-  while (early < Depth && next.left && warp < chunks) fetch(early++);
+  const bool early = warp < Places && unit < each;
+  if (early) ask(unit);
   after_all_previous();  // few_down reads the logits, too
 
-  const bf16* const row = x + (long long)min(g, R - 1) * D;
-  uint4 x_next[2];
-  load_x(x_next, row, warp, D);
-  choices.make<PerLane>(logits, R, E, A, norm_topk);
-  chosen = true;
-  second = share_of(choices.slots * F, 0);
-  if (next.left == 0) {
-    next = second;
-    aim();
+  if (warp == THREADS / WARP - 1) {
+    if (lane == 0) arrive_expecting(x_full, R * D * 2);
+    __syncwarp();
+    if (lane < R) load_run(xs + lane * x_pitch(D), x + (long long)lane * D, D * 2, x_full);
   }
-  for (int d = early; d < Depth; d++) fetch(d);
+  choices.make<PerLane>(logits, R, E, A, norm_topk);
+  if (warp >= Places) return;
+  const int units = (1 + choices.slots) * each;
+  if (!early && unit < units) ask(unit);
+  wait(x_full, 0);
 
-  // of FP8, lane l of the warp has the scales of its chunk i + l: x of gate, y of up
-  const auto scales_at = [&](const Span& s, int i) {
-    float2 found = make_float2(0.0f, 0.0f);
-    const int chunk = warp + (i + lane) * PARTS;
-    if (WORDS == 2 || s.left == 0 || chunk >= chunks) return found;
-    const long long rows = scales_of(2 * F), width = scales_of(D);
-    const float* matrix = s.slot < 0 ? shared_scale : scale + choices.of[s.slot] * rows * width;
-    found.x = matrix[s.f / SCALED * width + chunk * CHUNK / SCALED];
-    found.y = matrix[(F + s.f) / SCALED * width + chunk * CHUNK / SCALED];
-    return found;
-  };
-  Span now = shared ? share_of(F, -1) : second;
-  if (now.left == 0) now = second;
-  float2 scales_next = scales_at(now, 0);
-  for (int d = 0; now.left;) {
-    Span following = now;
-    step(following);
-    float2 scales = scales_next;
-    scales_next = scales_at(following, 0);
+  const char* const x_row = xs + min(g, R - 1) * x_pitch(D);
+  const char* const w_row = place + g % 4 * pitch + g / 4 * CHUNK * ITEM;
+  for (int parity = 0; unit < units; unit += step, parity ^= 1) {
+    const float2 scales = scales_next;
+    wait(full[warp], parity);
     float sum[2][4] = {};
-    for (int chunk = warp, i = 0; chunk < chunks; chunk += PARTS, i++) {
-      const uint4 x_now[2] = {x_next[0], x_next[1]};
-      load_x(x_next, row, chunk + PARTS < chunks ? chunk + PARTS : warp, D);
-      if (WORDS == 1 && i && i % WARP == 0) scales = scales_at(now, i);
-      const float of_gate = WORDS == 1 ? __shfl_sync(ALL_LANES, scales.x, i % WARP) : 0.0f;
-      const float of_up = WORDS == 1 ? __shfl_sync(ALL_LANES, scales.y, i % WARP) : 0.0f;
-      cp_async_wait<Depth - 1>();
-      const uint4* own = ring + (d * PARTS + warp) * OWN + lane;
-      multiply(sum[0], own, own + WORDS * WARP, x_now, of_gate);
-      multiply(sum[1], own + 2 * WORDS * WARP, own + 3 * WORDS * WARP, x_now, of_up);
-      fetch(d);
-      d = d + 1 < Depth ? d + 1 : 0;
-    }
+    multiply(sum, x_row, w_row, steps_of(D), scales);
+    __syncwarp();
+    if (unit + step < units) ask(unit + step);
+
+    // the four parts in order; gate of two features in lane 4 g, up in lane 4 g + 1
+    float total[2], up[2];
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-#pragma unroll
-      for (int j = 0; j < 4; j++) part[warp][i][4 * lane + j] = sum[i][j];
+    for (int j = 0; j < 2; j++) {
+      total[j] = sum[0][j] + __shfl_down_sync(ALL_LANES, sum[0][2 + j], 2);
+      total[j] += sum[1][j];
+      total[j] += __shfl_down_sync(ALL_LANES, sum[1][2 + j], 2);
+      up[j] = __shfl_down_sync(ALL_LANES, total[j], 1);
     }
-    __syncthreads();
-    float total[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      total[i] = part[0][i][threadIdx.x];
-#pragma unroll
-      for (int w = 1; w < PARTS; w++) total[i] += part[w][i][threadIdx.x];
+    const int slot = unit / each, f = unit % each * 2;
+    const unsigned who = slot ? choices.chosen_by[choices.of[slot - 1]] : ~0u;
+    if (t == 0 && g < R && who >> g & 1) {
+      const unsigned two = pack_bf16(silu(total[0]) * up[0], silu(total[1]) * up[1]);
+      *reinterpret_cast<unsigned*>(hidden + ((long long)slot * R + g) * F + f) = two;
     }
-    const int l = threadIdx.x / 4, j = threadIdx.x % 4, feature = l / 4 + j / 2 * 8, r = l % 4 * 2 + j % 2;
-    const unsigned who = now.slot < 0 ? ~0u : choices.chosen_by[choices.of[now.slot]];
-    if (feature < height(now) && r < R && who >> r & 1) {
-      const long long to = (now.slot < 0 ? R * A : choices.first[now.slot]) + __popc(who & ((1u << r) - 1));
-      hidden[to * F + now.f + feature] = from_float<bf16>(silu(total[0]) * total[1]);
-    }
-    __syncthreads();
-    now = following;
   }
 }

@@ -39,7 +39,10 @@ extern "C" __global__ void __launch_bounds__(128, 4) top_k(
 {
   after_previous();
   const long long row = (long long)blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
-  if (row < R) choose<PerLane>(logits + row * E, weight + row * A, expert + row * A, E, A, norm_topk);
+  if (row >= R) return;
+  const Choice own = choose<PerLane>(logits + row * E, E, A, norm_topk);
+  const int lane = threadIdx.x % WARP;
+  if (lane < A) weight[row * A + lane] = own.weight, expert[row * A + lane] = own.expert;
 }
 
 extern "C" __global__ void __launch_bounds__(128) group(
@@ -82,7 +85,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) top_k_group(
   __shared__ int total[WARPS];
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, e = threadIdx.x, P = R * A;
   for (int r = warp; r < R; r += WARPS) {
-    choose<PerLane>(logits + (long long)r * E, weight + r * A, expert + r * A, E, A, norm_topk);
+    const Choice own = choose<PerLane>(logits + (long long)r * E, E, A, norm_topk);
+    if (lane < A) weight[r * A + lane] = own.weight, expert[r * A + lane] = own.expert;
   }
   count[e] = 0;
   __syncthreads();

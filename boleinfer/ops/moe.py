@@ -15,7 +15,9 @@ MOST_EXPERTS, MOST_CHOSEN = 512, 32  # on the GPU
 PIECE = 2048  # rows that pass the experts together on the GPU: what lies between its kernels is float32 [PIECE*A, D]
 FEW_ROWS = 8  # up to which the GPU needs three launches
 SOME_ROWS = 128  # up to which the shared expert is one more of the experts there
-DOWN = 10  # chunks of few_down's ring, times bytes of a weight
+FEW_UP = "moe_few_up.cu"
+MOST_PLACES, MOST_SCALED = 8, 4096  # warps of a block; k of FP8 weights
+UP_BYTES, DOWN_BYTES = 118 * 1024, 108 * 1024  # of shared memory, dynamic
 
 
 class Shared(NamedTuple):
@@ -202,7 +204,8 @@ def _moe(
     if shared is not None and not joins(x, gate_up, down, shared):
         raise KernelError("moe: the shared expert is not like the others; ask joins, and add it with add_shared")
     out = device.empty(x.shape, x.dtype)
-    if 0 < R <= FEW_ROWS and _tiled(x, gate_up, down):
+    few = 0 < R <= FEW_ROWS and _tiled(x, gate_up, down) and kernels.runs_here(FEW_UP)
+    if few and _few_plan(D, _bits(down).shape[-1], _bits(down).itemsize):
         _few(x, router, gate_up, down, shared, A, norm_topk, constants, out)
         return out
     for r in range(0, R, PIECE):
@@ -232,26 +235,44 @@ def _few(
     The last two choose for themselves, and read weights before the launches ahead of them are done."""
     (R, D), E, F, wt = x.shape, len(router), _bits(down).shape[-1], device.c_type(_bits(gate_up))
     logits, gate = _scores(x, router, shared)
-    places = R * (A + (shared is not None))
-    hidden, item = device.empty((places, F), x.dtype), 2 if wt == "bf16" else 1
+    slots = 1 + min(E, R * A)
+    hidden = device.empty((slots, R, F), x.dtype)
     same = {"logits": logits, "hidden": hidden, "R": R, "E": E, "A": A, "D": D, "F": F}
-    same |= {"Places": places, "norm_topk": norm_topk}
+    same |= {"Slots": slots, "norm_topk": norm_topk}
     up = {"weights": _bits(gate_up), "scale": _scale(gate_up), "shared": None, "shared_scale": None}
     last = {"weights": _bits(down), "scale": _scale(down), "shared": None, "shared_scale": None}
     if shared is not None:
         up |= {"shared": _bits(shared.gate_up), "shared_scale": _scale(shared.gate_up)}
         last |= {"shared": _bits(shared.down), "shared_scale": _scale(shared.down)}
+    plan = _few_plan(D, F, _bits(down).itemsize)
+    assert plan is not None
+    tile, args = {**constants, "Wt": wt, "Places": plan.up_places}, {**same, **up, "x": x}
+    grid, nbytes = device.multiprocessors(), plan.up_bytes
+    kernels.launch(FEW_UP, "few_gate_up", grid, 256, args, shared=nbytes, constants=tile)
+    tile, args = {**constants, "Wt": wt, "Places": plan.down_places}, {**same, **last, "gate": gate, "out": out}
+    nbytes = plan.down_bytes + 64 * R * (A + 1)
+    kernels.launch("moe_few_down.cu", "few_down", -(-D // 16), 256, args, shared=nbytes, constants=tile)
 
-    chunk, depth = 8192 * item, 6 // item  # bytes of a block's chunk
-    args = {**same, **up, "x": x, "down": last["weights"], "shared_down": last["shared"]}
-    grid, tile = 4 * device.multiprocessors(), {**constants, "Wt": wt, "Depth": depth}
-    kernels.launch("moe_few_up.cu", "few_gate_up", grid, 128, args, shared=depth * chunk, constants=tile)
-    chunk, y_bytes = 16384 * item, 256 * places
-    depth = min(DOWN // item, (device.shared_bytes() - y_bytes - 8192) // chunk)
-    args = {**same, **last, "gate": gate, "out": out}
-    tile = {**constants, "Wt": wt, "Depth": depth}
-    shared_bytes = depth * chunk + y_bytes
-    kernels.launch("moe_few_down.cu", "few_down", -(-D // 16), 512, args, shared=shared_bytes, constants=tile)
+
+class _FewPlan(NamedTuple):
+    """Units that a block of few_gate_up and of few_down have under way, and the shared memory that these and x take."""
+
+    up_places: int
+    up_bytes: int
+    down_places: int
+    down_bytes: int
+
+
+def _few_plan(D: int, F: int, itemsize: int) -> _FewPlan | None:
+    """None where rows are too long. A block of each kernel fits on a multiprocessor together."""
+    w_row, x_row, down_row = (256 * -(-K // 256) * i for K, i in ((D, itemsize), (D, 2), (F, itemsize)))
+    x_bytes, place = FEW_ROWS * (x_row + (64 if itemsize == 2 else 16)), 4 * (w_row + 64)
+    up = min(MOST_PLACES, (UP_BYTES - x_bytes) // place)
+    last, most_y = 16 * (down_row + 64), 64 * FEW_ROWS * (MOST_CHOSEN + 1)
+    down = min(MOST_PLACES, (DOWN_BYTES - most_y) // last)
+    if min(up, down) < 1 or (itemsize == 1 and max(D, F) > MOST_SCALED):
+        return None
+    return _FewPlan(up, x_bytes + up * place, down, down * last)
 
 
 def _experts(x: Array, groups: _Groups, gate_up: Array | Fp8, down: Array | Fp8, shared: Shared | None) -> Array:

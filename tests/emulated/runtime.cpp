@@ -275,6 +275,14 @@ void wait(int* barrier, int parity, Site site) {
   leave();
 }
 
+void under_way(const Box& box) {
+  memset(box.to, 0xff, box.bytes.size());
+  boxes.push_back(box);
+  for (int t = 0; t < count; t++) {
+    if (threads[t].state == IN_PHASE && threads[t].phase_of == box.barrier) return deliver(box.barrier);
+  }
+}
+
 void load_box(void* to, const char* base, long long rows, long long row_bytes, long long pitch, long long box_rows,
               long long row, long long column, int* barrier, Site site) {
   check_shared("load_tile", to, site, 128 * box_rows, 1024);
@@ -286,11 +294,17 @@ void load_box(void* to, const char* base, long long rows, long long row_bytes, l
       box.bytes[128 * r + (i / 16 ^ r % 8) * 16 + i % 16] = inside ? base[(row + r) * pitch + column + i] : 0;
     }
   }
-  memset(to, 0xff, box.bytes.size());
-  boxes.push_back(box);
-  for (int t = 0; t < count; t++) {
-    if (threads[t].state == IN_PHASE && threads[t].phase_of == barrier) return deliver(barrier);
+  under_way(box);
+}
+
+void load_run(void* to, const void* from, int bytes, int* barrier, Site site) {
+  check_shared("load_run", to, site, bytes);
+  check_barrier(barrier, site);
+  if (bytes % 16 || reinterpret_cast<uintptr_t>(from) % 16) {
+    stop_thread("load_run " + at(site) + ": the source or the number of bytes is no multiple of 16");
   }
+  const char* first = static_cast<const char*>(from);
+  under_way({static_cast<char*>(to), std::vector<char>(first, first + bytes), barrier, site});
 }
 
 void wgmma_begin(Site site) {

@@ -1,0 +1,23 @@
+// Runs of bytes from global into shared memory without registers, and into L2 (sm_90 and later).
+#pragma once
+
+#include "tma.cuh"
+
+#ifdef EMULATED
+#include "emulated_bulk.h"
+#else
+
+// Starts copying so many bytes, a multiple of 16, between addresses that are multiples of 16; they count at `full`.
+__device__ __forceinline__ void load_run(void* to, const void* from, int bytes, Barrier& full) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+      "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(shared_address(&full))
+      : "memory");
+}
+
+// Asks L2 for so many bytes, a multiple of 16, at a multiple of 16.
+__device__ __forceinline__ void prefetch_run(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes));
+}
+
+#endif
