@@ -131,3 +131,20 @@ def test_single_rows_take_one_launch_in_a_gated_deltanet_layer(tmp_path, gpu):
             found.append(finish(cuda_engine(folder, "none"), [request_of(p, params) for p in prompts()]))
         assert ("gdn_token.cu" in {launch.file for launch in launches}) == (params is greedy)
     assert found[0] == found[1]
+
+
+def test_a_repeated_step_is_the_last_one_again(tmp_path, gpu):
+    """The same launches, for the same requests: what is measured is the step, and not one of nobody."""
+    engine = cuda_engine(plausible_checkpoint(tmp_path, "qwen3_5"), "none")
+    for prompt in prompts():
+        engine.add(request_of(prompt, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)))
+    for _ in range(4):
+        engine.step()
+    executor, rows = engine.executor, len(prompts())
+    with timing.recorded() as step:
+        engine.step()
+    before = device.download(executor._slots.length)
+    with timing.recorded() as again:
+        executor.repeat(rows)
+    assert [launch.name for launch in again] == [launch.name for launch in step]
+    assert (device.download(executor._slots.length) - before).tolist() == [1] * rows
