@@ -8,10 +8,10 @@ be read off a draft that was not made, so each way to draft has a record of its 
     tokens a step and request = 1 + coverage (a + a^2 + .. + a^depth)     a: a guess is right where those before it are
     speed of a way            = tokens / seconds of its steps, against plain decoding
 
-The fastest way is taken, and plain decoding as soon as it looks fastest. Another way is tried again for a few steps where
-it may be about as fast; while nothing is drafted, the one of each kind whose try loses least. Pauses between tries grow
-while they are in vain, and are long where a try is dear, so that all trying together costs less than 1 %; a request that
-begins is a reason to try sooner.
+The fastest way is taken, and plain decoding as soon as it looks fastest. Another way is tried again for a few steps
+where it may be about as fast; while nothing is drafted, the one of each kind whose try loses least. Pauses between
+tries grow while they are in vain, and are long where a try is dear, so that all trying together costs less than 1 %;
+a request that begins is a reason to try sooner.
 """
 
 from __future__ import annotations
@@ -210,8 +210,8 @@ class Budget:
 
     def welcome(self) -> None:
         """A request begins, whose text may be of another kind: what was slow is tried sooner."""
-        for i, r in enumerate(self._records):
-            if i:
+        for r in self._records[1:]:
+            if r.due != FIRST_PAUSE:
                 r.due = min(r.due, max(r.since + 1, r.due // SOONER))
 
     def _record(self, news: StepNews) -> None:

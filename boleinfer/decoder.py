@@ -8,7 +8,7 @@ import numpy as np
 
 from boleinfer import device
 from boleinfer.config import ModelConfig
-from boleinfer.device import Array, Fp8
+from boleinfer.device import Array
 from boleinfer.layers import Weights, gated_attention, gated_deltanet, remember
 from boleinfer.ops.embedding import embedding
 from boleinfer.ops.linear import linear
@@ -63,12 +63,11 @@ class Decoder:
             pending.append(factors)
         return x, pending
 
-    def logits(self, hidden: Array, ids: int | None = None) -> Array:
+    def logits(self, hidden: Array, head: Array | None = None) -> Array:
         """Hidden rows [n, D] times the head: float32 [n, vocab].
 
-        ids: on the GPU and unless the head is FP8, of so many first ids alone, [n, ids]"""
-        head = self.weights["lm_head"]
-        return linear(hidden, head if ids is None or isinstance(head, Fp8) else head[:ids], np.float32)
+        head: some of its rows, [ids, D], whose logits alone are wanted"""
+        return linear(hidden, self.weights["lm_head"] if head is None else head, np.float32)
 
     def mtp(
         self, token: Array, hidden: Array, position: Array, batch: Batch, state: State, rows: Array | None = None

@@ -75,16 +75,17 @@ class Drafts:
         return slice(B + (level - 1) * n, B + level * n) if level else slice(0, B)
 
 
-def candidates(logits: Array, top_k: int, rows: Array = None) -> tuple[Array, Array]:
+def candidates(logits: Array, top_k: int, rows: Array = None, names: Array = None) -> tuple[Array, Array]:
     """The likeliest tokens of each row, int32 [n, top_k], -1 for none, and their probabilities, float32 [n, top_k].
 
     logits: float32 [n, vocab]; rows: int32 [n], -1 where the row holds nothing (None: all hold something)
-    By falling logit, of equal ones the lower id. p = e^(x - max) / sum e^(x - max), sums in float32.
+    names:  int32 [vocab], the id of each column, -1: none (None: columns are ids)
+    By falling logit, of equal ones the lower column. p = e^(x - max) / sum e^(x - max), sums in float32.
     """
     n, vocab = logits.shape
     ids, prob = device.empty((n, top_k), np.int32), device.empty((n, top_k), np.float32)
     parts = -(-vocab // _PART)
-    args = {"logits": logits, "rows": rows, "ids": ids, "prob": prob, "Vocab": vocab, "Parts": parts}
+    args = {"logits": logits, "rows": rows, "names": names, "ids": ids, "prob": prob, "Vocab": vocab, "Parts": parts}
     args |= {
         "part_key": device.empty((n, parts, top_k), np.uint64),
         "part_sum": device.empty((n, parts, 2), np.float32),

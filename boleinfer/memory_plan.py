@@ -15,6 +15,7 @@ from typing import NamedTuple
 from boleinfer.config import ConfigError, ModelConfig
 from boleinfer.cuda_executor import LARGEST_CAPTURED, SMALLEST, DraftPlan, sampled_rows
 from boleinfer.device_waiting import RING
+from boleinfer.draft_head import rows_of
 from boleinfer.ops.attention import SCRATCH, splits_of
 from boleinfer.ops.linear import most_sums
 from boleinfer.ops.moe import PIECE
@@ -185,7 +186,9 @@ def envelopes(max_rows: int) -> list[int]:
 def workspace(needs: Needs, o: Options) -> int:
     """Bytes of all steps: their bookkeeping, and the pool of everything that passes through them."""
     bookkeeping = sum(_bookkeeping(needs, o, R) for R in envelopes(o.max_rows)) + needs.config.vocab_size
-    return pool_bytes(needs, o) + bookkeeping
+    short = {rows_of(d.ids) for d in needs.drafting if d.ids is not None}
+    heads = sum(rows for rows in short if rows < needs.config.vocab_size)
+    return pool_bytes(needs, o) + bookkeeping + heads * (needs.act * needs.config.hidden_size + INT)
 
 
 def pool_bytes(needs: Needs, o: Options) -> int:

@@ -90,10 +90,11 @@ __device__ void join_threads(Key (&best)[Top], float& m, float& sum) {
 extern "C" __global__ void __launch_bounds__(256, 4) candidates(
     const float* __restrict__ logits,           // [N, Vocab]
     const int* __restrict__ rows,               // [N] or null; -1: the row holds nothing
+    const int* __restrict__ names,              // [Vocab] or null: the id of each column, -1: none; null: its number
     unsigned long long* __restrict__ part_key,  // [N, Parts, Top]
     float* __restrict__ part_sum,               // [N, Parts, 2] maximum and sum
     int* __restrict__ arrived,                  // [Counters] zeros
-    int* __restrict__ ids,                      // [N, Top] by falling logit, of equal ones the lower id; -1: none
+    int* __restrict__ ids,                      // [N, Top] by falling logit, of equal ones the lower column; -1: none
     float* __restrict__ prob,                   // [N, Top]
     int Vocab,
     int Parts)
@@ -169,7 +170,8 @@ extern "C" __global__ void __launch_bounds__(256, 4) candidates(
 #pragma unroll
   for (int i = 0; i < Top; i++) {
     const bool found = sound && best[i];
-    to[i] = found ? id_of(best[i]) : -1;
+    const int column = found ? id_of(best[i]) : -1;
+    to[i] = found && names != nullptr ? names[column] : column;
     p[i] = found ? expf(number_of(best[i]) - m) / sum : 0.0f;
   }
 }

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from boleinfer import cuda_executor, device, device_waiting, device_weights, models, timing
+from boleinfer import cuda_executor, device, device_waiting, device_weights, draft_head, models, timing
 from boleinfer.config import read_config
 from boleinfer.cuda_executor import CudaExecutor, DraftPlan
 from boleinfer.draft.base import Limits
@@ -52,6 +52,11 @@ def cuda_engine(folder, draft: str, max_batch: int = 3, max_rows: int = 64, node
     }[draft]
     limits = Limits(nodes=nodes, depth=4, min_prob=0.05)
     return Engine(executor, drafter, Scheduler(state, max_batch, max_rows, max_rows, limits, scratch))
+
+
+@pytest.fixture(autouse=True)
+def short_heads(monkeypatch):
+    monkeypatch.setattr(draft_head, "MORE", 9)
 
 
 def prompts() -> list[list[int]]:

@@ -49,6 +49,13 @@ def test_candidates_are_the_likeliest_tokens(gpu, vocab, top_k):
     assert np.array_equal(again[0], prob[0]), "a row does not depend on its company"
 
 
+def test_columns_may_have_names(gpu):
+    logits = np.asarray([[1, 9, 3, 7, 5]], np.float32)
+    names = device.upload(np.asarray([10, 3, 77, -1, 2], np.int32))
+    ids, prob = (device.download(a) for a in candidates(device.upload(logits), 3, None, names))
+    assert ids.tolist() == [[3, -1, 2]] and prob[0, 0] > prob[0, 2] > 0
+
+
 class Model:
     """An MTP layer whose output is a number of the path, and logits drawn from that number; remembers its passes.
 
