@@ -80,13 +80,18 @@ class _Kind(NamedTuple):
 
 
 class _Frame:
-    """The arrays of one envelope of rows. logits: of the rows inputs.wanted, by kind of step, once one has run."""
+    """The arrays of one envelope of rows.
+
+    logits:  of the rows inputs.wanted as far as they are read, by kind of step, once one has run
+    largest: uint64, of those of which only that is read; zeros between steps
+    """
 
     def __init__(self, rows: int, requests: int, sampled: int, slots: Slots):
         self.inputs = StepInputs(rows, min(requests, rows), min(rows, sampled))
         self.step = Step(self.inputs, slots)
         self.chain = Chain(self.step)
         self.token = device.buffer((rows,), np.int32, poison=True)
+        self.largest = device.upload(np.zeros(len(self.inputs.on.wanted), np.uint64))
         self.logits: dict[_Kind, Array] = {}
         self.ready: set[_Kind] = set()
         self.drafts: dict[DraftPlan, tuple[Drafts, Array]] = {}  # and their hidden rows
@@ -267,13 +272,13 @@ class CudaExecutor:
         wanted = inputs.on.wanted
         if inputs.rows > LARGEST_CAPTURED:
             frame.logits.clear()  # no graph needs the others
-        logits = self.model.logits(embedding(wanted, hidden))  # [n, vocab]
+        rows, use = hidden if len(wanted) == inputs.rows else embedding(wanted, hidden), inputs.on.use
+        logits, largest = self.model.logits_to_sample(rows, use, self._sampling.allowed, frame.largest)  # [n, vocab]
         if not kind.single:
             frame.logits[kind] = logits
-        self._sampling.sample(logits, wanted, step.forest, step.slot, step.root, frame.token)
-        accept(frame.token, inputs, slots, step)
+        self._sampling.sample(logits, largest, wanted, use, step.forest, step.slot, step.root, frame.token)
+        accept(frame.token, inputs, slots, self._sampling, step)
         self.state.commit(batch, pending, step.paths)
-        self._sampling.advance_history(step.results.token, step.results.count, step.slot)
         if kind.waits:
             assert self._waiting is not None
             self._waiting.keep(hidden, step)
@@ -355,6 +360,7 @@ class CudaExecutor:
             draft=draft,
             complete=work.complete,
             next_token=request.tokens[request.committed + m] if goes_on else -1,
+            largest=request.params.takes_largest,
             draft_nodes=self._draft_nodes if room > 0 and work.complete else 0,
             draft_depth=min(max(0, room), self._draft_nodes),
         )

@@ -11,7 +11,7 @@ from boleinfer.config import ModelConfig
 from boleinfer.device import Array
 from boleinfer.layers import Weights, gated_attention, gated_deltanet, remember
 from boleinfer.ops.embedding import embedding
-from boleinfer.ops.linear import linear
+from boleinfer.ops.linear import head, linear
 from boleinfer.ops.norms import add_rms_norm, joined_rms_norm, rms_norm
 from boleinfer.ops.rope import rope_table
 from boleinfer.state import Batch, Factors, GDNLayer, KVLayer, State
@@ -68,6 +68,12 @@ class Decoder:
 
         head: some of its rows, [ids, D], whose logits alone are wanted"""
         return linear(hidden, self.weights["lm_head"] if head is None else head, np.float32)
+
+    def logits_to_sample(
+        self, hidden: Array, use: Array, allowed: Array | None, largest: Array
+    ) -> tuple[Array, Array | None]:
+        """The same as far as a step reads it: linear.head."""
+        return head(hidden, self.weights["lm_head"], use, allowed, largest)
 
     def mtp(
         self, token: Array, hidden: Array, position: Array, batch: Batch, state: State, rows: Array | None = None

@@ -16,8 +16,8 @@ from boleinfer.sampling import Sampler
 
 MAX_EARLY = 64  # end tokens of a request with min_tokens
 _GREEDY, _PENALISES, _BIASED = 1, 2, 4  # flags, as in sample.cu
-_THREADS, _ADVANCE_THREADS = 512, 32
-_GROUP, _AT_ONCE, _BLOCKS = 128, 64, 256  # logits of a group, groups of a block as in sample.cu, blocks worth starting
+_THREADS = 512
+_GROUP, _AT_ONCE, _BLOCKS = 128, 64, 128  # logits of a group, groups of a block as in sample.cu, blocks worth starting
 _LARGEST = 2**31 - 1
 
 
@@ -79,17 +79,30 @@ class SamplingTable:
             np.add.at(seen, ids[len(ids) - generated :], 1)
             self._write(self.seen, slot, seen)
 
-    def sample(self, logits: Array, row: Array, forest: DeviceForest, slot: Array, root: Array, token: Array) -> None:
+    def sample(
+        self,
+        logits: Array,
+        largest: Array | None,
+        row: Array,
+        use: Array,
+        forest: DeviceForest,
+        slot: Array,
+        root: Array,
+        token: Array,
+    ) -> None:
         """Queues the drawing of the token that follows each of some rows of the forest.
 
-        logits: float32 [n, vocab], the model's own; row: int32 [n], their flat rows, -1 for none
+        logits, largest: of n rows, the model's own, as linear.head gives them by `use`
+        row:    int32 [n], their flat rows, -1 for none
         slot:   int32 [B]; root: int32 [B], the local row of each request's last known token, where its history ends;
                 what lies between a row and its root is drafted and counts as output
         token:  int32 [R], written at those rows: the id, or -1 where the logits hold a NaN, -2 an infinite value, -3
                 nothing that may be drawn; -4 for a request with penalties more than 512 rows below its root
         """
         arrays = {"parent": forest.parent, "token": forest.token, "depth": forest.depth, "request": forest.request}
-        args = arrays | self._history() | {"logits": logits, "row": row, "start": forest.start, "slot": slot}
+        args = arrays | {"known": self.known, "generated": self.generated, "seen": self.seen}
+        args |= {"logits": logits, "largest": largest, "row": row, "use": use}
+        args |= {"start": forest.start, "slot": slot}
         args |= {"root": root, "allowed": self.allowed, "numbers": self.numbers, "whole": self.whole}
         args |= {"seed": self.seed, "early": self.early, "bias": self.bias, "out": token, "V": self.vocab}
         groups = -(-self.vocab // _GROUP)
@@ -97,15 +110,6 @@ class SamplingTable:
         args |= {"arrived": device.counters(len(row)), "Count": groups}
         parts = min(-(-groups // _AT_ONCE), max(1, _BLOCKS // len(row)))
         kernels.launch("sample.cu", "sample", (len(row), parts), _THREADS, args)
-
-    def advance_history(self, emitted: Array, count: Array, slot: Array) -> None:
-        """Queues that each request's count[b] first tokens of emitted[b] join its history; int32 [B, L], [B], [B]."""
-        args = self._history() | {"emitted": emitted, "count": count, "slot": slot, "whole": self.whole}
-        args |= {"L": emitted.shape[1], "V": self.vocab}
-        kernels.launch("sample.cu", "advance_history", len(slot), _ADVANCE_THREADS, args)
-
-    def _history(self) -> dict[str, Array]:
-        return {"seen": self.seen, "known": self.known, "generated": self.generated}
 
     @staticmethod
     def _write(array: Array, slot: int, values: object) -> None:

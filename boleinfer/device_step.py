@@ -2,7 +2,7 @@
 
     inputs.fill(parts); inputs.send()          one copy to the GPU
     plant(inputs, slots, step)                 step.forest, step.page_table, ... for the forward pass
-    accept(sampled, inputs, slots, step)       step.paths for the commit, step.results for the host
+    accept(sampled, inputs, slots, table, step)  step.paths for the commit, step.results for the host
     follow(inputs, slots, step, chain)         the chain of accepted rows for the MTP layer
     ... the next draft (device_draft.py) ...
     step.results.fetch(B)                      one copy to the host: what came out, and the next draft
@@ -20,6 +20,7 @@ import numpy as np
 from boleinfer import device, kernels
 from boleinfer.device import Array
 from boleinfer.device_forest import TREE_ROWS, WORDS, DeviceForest, Paths
+from boleinfer.device_sampling import SamplingTable
 from boleinfer.forest import Tree
 
 _BLOCK = 256  # threads of a request
@@ -37,6 +38,7 @@ class Part(NamedTuple):
                  nodes that the draft turns out not to have become unused rows
     complete:    whether a token is sampled after the known ones (else the prompt goes on and there is no draft)
     next_token:  the token after the known ones when not complete; for the MTP layer alone
+    largest:     whether its tokens are those of the largest logits, and nobody reads the others
     draft_nodes: nodes of the next draft at most
     draft_depth: tokens of a path of the next draft at most
     """
@@ -46,6 +48,7 @@ class Part(NamedTuple):
     draft: Tree | int = 0
     complete: bool = True
     next_token: int = -1
+    largest: bool = False
     draft_nodes: int = 0
     draft_depth: int = 0
 
@@ -59,7 +62,9 @@ class InputArrays(NamedTuple):
     complete, next_token, draft_nodes, draft_depth: [B], as in Part
     token:   [R], -1 for the slot's last token, -(2 + j) for node j of its draft, which stands at row known + j
     parent:  [R], index inside the request, -1 root, -2 unused; not read where the row is a node of the slot's draft
-    wanted:  [n], flat rows after which a token may be sampled: of complete requests, from the root on; -1 behind them
+    wanted:  [n], flat rows after which a token may be sampled: of complete requests, from the root on; -1 for none.
+             Each stands at its own place where there is one for every row, else one behind the other
+    use:     [n], what is read of their logits, as in linear.head: 0 nothing, 1 all, 2 the largest
     """
 
     start: Array
@@ -72,6 +77,7 @@ class InputArrays(NamedTuple):
     token: Array
     parent: Array
     wanted: Array
+    use: Array
 
 
 class StepInputs:
@@ -82,7 +88,7 @@ class StepInputs:
     """
 
     def __init__(self, rows: int, requests: int, sampled: int) -> None:
-        n = 2 * rows + 7 * requests + 1 + sampled
+        n = 2 * rows + 7 * requests + 1 + 2 * sampled
         self.rows, self.requests = rows, requests
         self._host = device.pinned(4 * n).view(np.int32)
         self._device = device.empty(n, np.int32)
@@ -105,11 +111,16 @@ class StepInputs:
         h, n = self.host, len(parts)
         start = np.cumsum([0, *(len(token) for token, _ in trees)])
         known = [1 if p.known is None else len(p.known) for p in parts]
-        wanted = [
-            r for p, s, m, end in zip(parts, start, known, start[1:]) if p.complete for r in range(s + m - 1, end)
+        sampled = [
+            (r, 2 if p.largest else 1)
+            for p, s, m, end in zip(parts, start, known, start[1:])
+            if p.complete
+            for r in range(s + m - 1, end)
         ]
-        if len(wanted) > len(h.wanted):
-            raise ValueError(f"a step that samples after {len(wanted)} rows; its buffer holds {len(h.wanted)}")
+        if len(sampled) > len(h.wanted):
+            raise ValueError(f"a step that samples after {len(sampled)} rows; its buffer holds {len(h.wanted)}")
+        wanted, use = np.asarray(sampled, np.int32).reshape(-1, 2).T
+        places = wanted if len(h.wanted) == self.rows else slice(len(wanted))
         h.start[: n + 1], h.start[n + 1 :] = start, total
         columns = (
             (h.slot, [p.slot for p in parts], -1),
@@ -118,11 +129,12 @@ class StepInputs:
             (h.next_token, [p.next_token for p in parts], -1),
             (h.draft_nodes, [p.draft_nodes for p in parts], 0),
             (h.draft_depth, [p.draft_depth for p in parts], 0),
-            (h.wanted, wanted, -1),
         )
         for array, values, unused in columns:
             array[: len(values)] = values
             array[len(values) :] = unused
+        h.wanted[:], h.use[:] = -1, 0
+        h.wanted[places], h.use[places] = wanted, use
         h.token[total:], h.parent[total:] = -1, -2
         for first, (token, parent) in zip(start, trees):
             h.token[first : first + len(token)] = token
@@ -281,8 +293,8 @@ def plant(inputs: StepInputs, slots: Slots, step: Step) -> None:
     kernels.launch("plant.cu", "plant", inputs.requests, _BLOCK, args)
 
 
-def accept(sampled: Array, inputs: StepInputs, slots: Slots, step: Step) -> None:
-    """Walks each tree along the sampled tokens: the step's paths and results; the slots take tokens and lengths.
+def accept(sampled: Array, inputs: StepInputs, slots: Slots, table: SamplingTable, step: Step) -> None:
+    """Walks each tree along the sampled tokens: the step's paths and results, tokens and lengths of slots and texts.
 
     sampled: int32 [R], the token after each row from the root on (others are not read), negative where its logits are
              broken. At the root that ends the request; below it the walk ends above, as in sampling.accept.
@@ -299,7 +311,10 @@ def accept(sampled: Array, inputs: StepInputs, slots: Slots, step: Step) -> None
         "error": results.error,
         "drafted": results.drafted,
         **{name: getattr(slots, name) for name in ("last_token", "length", "draft_count")},
+        **{name: getattr(table, name) for name in ("whole", "generated", "seen")},
+        "text_length": table.known,
         "L": results.token.shape[1] - 1,
+        "V": table.vocab,
     }
     kernels.launch("accept.cu", "walk", inputs.requests, _BLOCK, args)
 
@@ -361,7 +376,9 @@ def _rows(part: Part) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _input_arrays(buffer: Array, R: int, B: int) -> InputArrays:
-    ends = [0, *np.cumsum([B + 1, B, B, B, B, B, B, R, R]).tolist(), len(buffer)]
+    widths = [B + 1, *[B] * 6, R, R]
+    sampled = (len(buffer) - sum(widths)) // 2
+    ends = np.cumsum([0, *widths, sampled, sampled]).tolist()
     return InputArrays(*(buffer[a:b] for a, b in zip(ends, ends[1:])))
 
 

@@ -77,6 +77,12 @@ class SamplingParams:
         return self.stop  # type: ignore[return-value]  # normalised above
 
     @property
+    def takes_largest(self) -> bool:
+        """Whether a token is always that of the model's largest logit, and nothing else of the logits is read."""
+        changed = self.penalises or self.logit_bias or self.min_tokens
+        return self.greedy and not changed and self.logprobs is None
+
+    @property
     def greedy(self) -> bool:
         """True when the likeliest token is always taken."""
         return self.temperature < GREEDY_BELOW

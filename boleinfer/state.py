@@ -196,4 +196,5 @@ class State:
         x, k, u, g = ([getattr(f, name) for f in found] for name in "xkug")
         memory = self._gdn
         gdn_commit.commit(memory.window, memory.S, memory.ring, x, k, u, g, batch.slot, batch.forest, paths)
-        move_kv(self._kv.k, self._kv.v, batch.page_table, batch.forest, paths)
+        if not (isinstance(batch.forest, DeviceForest) and batch.forest.single):  # its row lies where it belongs
+            move_kv(self._kv.k, self._kv.v, batch.page_table, batch.forest, paths)

@@ -1,21 +1,29 @@
-// The walk over each tree along the sampled tokens, and the chain of accepted rows that the MTP layer reads after it.
-// Definitions: accept in boleinfer/sampling.py, MTPDrafter._catch_up in boleinfer/draft/mtp.py.
+// The walk over each tree along the sampled tokens, what it gives joins the histories; and the chain of accepted rows that
+// the MTP layer reads after it.
+// Definitions: accept and TokenHistory in boleinfer/sampling.py, MTPDrafter._catch_up in boleinfer/draft/mtp.py.
 //
 // grid: B, a block owns a request. block: full warps; a thread owns every blockDim.x-th row, in walk the first warp
-// walks. shared: none. Read twice: the drafted rows, once a node of the path, from L1.
+// walks. shared: 2 KB in walk. Read twice: the drafted rows, once a node of the path, from shared memory.
 #include "common.cuh"
 
-constexpr int UNUSED = -2;  // parent of a row that holds nothing
+constexpr int UNUSED = -2;     // parent of a row that holds nothing
+constexpr int PENALISES = 2;   // flag, as in sample.cu
+constexpr int REACHED = 128;   // rows from the root on that a walk can reach: a draft has fewer (Slots in device_step.py)
 
-// The first row after `node` that is its child and holds token t, -1: none. All lanes of the warp together.
-__device__ int find_child(const int* parent, const int* token, int node, int t, int end) {
-  for (int base = node + 1; base < end; base += WARP) {
-    const int row = base + threadIdx.x;
-    const unsigned hits = __ballot_sync(ALL_LANES, row < end && parent[row] == node && token[row] == t);
-    if (hits) return base + __ffs(hits) - 1;
+// A request's rows from its last known one on.
+struct Tree {
+  int token[REACHED], parent[REACHED], sampled[REACHED];  // parents counted from there
+
+  // The first of n rows after `node` that is its child and holds token t, -1: none. All lanes of the warp together.
+  __device__ int child(int node, int t, int n) const {
+    for (int base = node + 1; base < n; base += WARP) {
+      const int i = base + threadIdx.x;
+      const unsigned hits = __ballot_sync(ALL_LANES, i < n && parent[i] == node && token[i] == t);
+      if (hits) return base + __ffs(hits) - 1;
+    }
+    return -1;
   }
-  return -1;
-}
+};
 
 // path = known rows, then nodes below the last known one while they hold what was sampled above them
 extern "C" __global__ void __launch_bounds__(1024) walk(
@@ -26,6 +34,7 @@ extern "C" __global__ void __launch_bounds__(1024) walk(
     const int* __restrict__ slot,      // [B]
     const int* __restrict__ known,     // [B]
     const int* __restrict__ complete,  // [B] 0: nothing is sampled, the known rows are the path
+    const int* __restrict__ whole,     // [Slots, 5] as in sample.cu
     int* __restrict__ row,             // [R] the path, from the request's first row on
     int* __restrict__ count,           // [B] rows of the path
     int* __restrict__ emitted,         // [B, L + 1] sampled along the path
@@ -35,45 +44,64 @@ extern "C" __global__ void __launch_bounds__(1024) walk(
     int* __restrict__ last_token,      // [Slots]
     int* __restrict__ length,          // [Slots] committed tokens
     int* __restrict__ draft_count,     // [Slots] 0 from here on
-    int L)
+    int* __restrict__ text_length,     // [Slots] tokens of prompt and output
+    int* __restrict__ generated,       // [Slots] tokens of the output
+    int* __restrict__ seen,            // [Slots, V] -1, or how often in the output; where there are penalties
+    int L,
+    int V)
 {
+  __shared__ Tree tree;
+  __shared__ int text[REACHED];
+  const int b = blockIdx.x, first = start[b], end = start[b + 1], m = known[b], s = slot[b], root = first + m - 1;
+  const bool walks = s >= 0 && m > 0 && complete[b], penalises = walks && whole[s * 5ll + 3] & PENALISES;
+  const int n = walks ? min(end - root, REACHED) : 0;
+  int guesses = 0;
+  for (int base = root + 1; base < end; base += blockDim.x) {
+    const int r = base + threadIdx.x;
+    guesses += __syncthreads_count(r < end && parent[r] != UNUSED);
+  }
+  for (int i = threadIdx.x; i < n; i += blockDim.x) {
+    tree.token[i] = token[root + i];
+    tree.parent[i] = parent[root + i] - root;
+  }
   after_previous();
-  const int b = blockIdx.x, first = start[b], end = start[b + 1], m = known[b], s = slot[b];
+  for (int i = threadIdx.x; i < n; i += blockDim.x) tree.sampled[i] = sampled[root + i];
   for (int i = threadIdx.x; i < m; i += blockDim.x) row[first + i] = first + i;
+  __syncthreads();
   if (threadIdx.x >= WARP) return;
 
-  int guesses = 0;
-  for (int base = first + m; base < end; base += WARP) {
-    const int r = base + threadIdx.x;
-    guesses += __popc(__ballot_sync(ALL_LANES, r < end && parent[r] != UNUSED));
+  int drawn = 0, t = walks ? tree.sampled[0] : -1;
+  const int broken = walks ? min(t, 0) : 0;
+  for (int node = 0; t >= 0;) {
+    if (threadIdx.x == 0) {
+      text[drawn] = t;
+      if (node > 0) row[root + drawn] = root + node;
+    }
+    drawn++;
+    node = drawn <= L ? tree.child(node, t, n) : -1;
+    t = node < 0 ? -1 : tree.sampled[node];
   }
+  __syncwarp();
 
-  int drawn = 0, broken = 0;  // tokens of the walk
-  if (s >= 0 && m > 0 && complete[b]) {
-    int node = first + m - 1, t = sampled[node];
-    broken = min(t, 0);
-    while (t >= 0) {
-      if (threadIdx.x == 0) emitted[(long long)b * (L + 1) + drawn] = t;
-      drawn++;
-      const int child = drawn <= L ? find_child(parent, token, node, t, end) : -1;
-      const int next = child < 0 ? -1 : sampled[child];
-      if (next >= 0 && threadIdx.x == 0) row[first + m - 1 + drawn] = child;
-      if (next < 0 && threadIdx.x == 0) last_token[s] = t;
-      node = child;
-      t = next;
-    }
+  // the tokens: seen once at least, then so often
+  for (int i = threadIdx.x; i < drawn; i += WARP) {
+    emitted[(long long)b * (L + 1) + i] = text[i];
+    if (penalises) atomicMax(&seen[(long long)s * V + text[i]], 0);
   }
-  if (threadIdx.x == 0) {
-    const int rows = s < 0 || broken ? 0 : m + max(drawn - 1, 0);
-    count[b] = rows;
-    emitted_count[b] = drawn;
-    error[b] = broken;
-    drafted[b] = guesses;
-    if (s >= 0) {
-      length[s] += rows;
-      draft_count[s] = 0;
-    }
-  }
+  __syncwarp();
+  for (int i = threadIdx.x; penalises && i < drawn; i += WARP) atomicAdd(&seen[(long long)s * V + text[i]], 1);
+  if (threadIdx.x > 0) return;
+  const int rows = s < 0 || broken ? 0 : m + max(drawn - 1, 0);
+  count[b] = rows;
+  emitted_count[b] = drawn;
+  error[b] = broken;
+  drafted[b] = guesses;
+  if (s < 0) return;
+  length[s] += rows;
+  draft_count[s] = 0;
+  text_length[s] += drawn;
+  generated[s] += drawn;
+  if (drawn) last_token[s] = text[drawn - 1];
 }
 
 // A chain of the path's rows, each with the token that follows it

@@ -6,8 +6,9 @@
 //   at = the ring entry where the first row goes, -1 where none goes there
 // Taken in pieces of PIECE entries, the latest first, so that what comes after an entry is known; G in float64.
 //
-// grid: V / Vt, Hv, layers: a block works on all requests, which are seldom to be folded. block: Warps, at
-// least Vt / 16; see gdn.cuh for who owns what. shared: sizeof(Piece), static. The state is read once and written once.
+// grid: as many blocks as fit, since there is seldom anything to fold: a block owns every gridDim.x-th slice of Vt columns
+// of a head of a layer of a request to fold. block: Warps, at least Vt / 16; see gdn.cuh for who owns what. shared:
+// sizeof(Piece) and the list of those requests, static. The state is read once and written once.
 //
 // sizes: Act=bf16,float K=16 V=16 Vt=16 Warps=4 | Act=bf16,float K=128 V=128 Vt=32 Warps=4
 // sizes: Act=bf16,float K=64 V=64 Vt=32 Warps=4
@@ -83,6 +84,28 @@ __device__ __forceinline__ void add_piece(Piece& piece, const Source& from, int 
   __syncthreads();
 }
 
+// S = e^G S + sum_i e^{G - G_i} k_i u_i^T of Vt columns, from v0 on, of a head's state.
+__device__ __forceinline__ void fold(Piece& piece, const Source& from, float* S, int v0) {
+  const Lane me = this_lane();
+  for (int i = threadIdx.x; i < K * Vt / 8; i += THREADS) prefetch(S + i / (Vt / 8) * V + i % (Vt / 8) * 8);
+  for (int i = threadIdx.x; i < K * Vt; i += THREADS) piece.sum[i] = 0.0f;
+  double later = 0.0;
+  for (int end = from.ring + from.rows; end > 0; end -= PIECE) {
+    const int begin = max(0, end - PIECE);
+    add_piece(piece, from, begin, end - begin, later, v0, me);
+  }
+  const float kept = expf(float(later));
+  for (int word = threadIdx.x; word < K * Vt / 4; word += THREADS) {
+    const int i = word / (Vt / 4), v = word % (Vt / 4) * 4;
+    auto state = load<4>(S + i * V + v);
+    const auto sum = load<4>(piece.sum + place(i, v));
+#pragma unroll
+    for (int c = 0; c < 4; c++) state.v[c] = fmaf(kept, state.v[c], sum.v[c]);
+    store<4>(S + i * V + v, state);
+  }
+  __syncthreads();
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn_fold(
     float* __restrict__ S,                        // [Layers, Slots, Hv, K, V] aligned 16
     const Act* __restrict__ ring_k,               // [Layers, Slots, C, Hk, K] aligned 16
@@ -98,50 +121,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn_fold(
     const int* __restrict__ count,                // [B]
     int* __restrict__ at,                         // [B]
     int B,
+    int Layers,
     int Slots,
     int Hk,
     int Hv,
     int C)
 {
   __shared__ __align__(16) Piece piece;
-  const int v0 = blockIdx.x * Vt, h = blockIdx.y, layer = blockIdx.z, hk = h / (Hv / Hk);
-
+  __shared__ int full[THREADS], found;  // requests to fold, in any order
   const int mine = min(int(threadIdx.x), B - 1), first = slot[mine] < 0 ? 0 : length[slot[mine]];  // most often all
+  const int slices = V / Vt * Hv * Layers;
+  if (threadIdx.x == 0) found = 0;
   after_previous();
-  bool full = false;
-  for (int b = threadIdx.x; b < B; b += THREADS) {
-    const int m = count[b], held = m <= 0 ? 0 : b < THREADS ? first : length[slot[b]];
+  for (int from = 0; from < B; from += THREADS) {
+    const int b = from + threadIdx.x, m = b < B ? count[b] : 0;
+    const int held = m <= 0 ? 0 : from == 0 ? first : length[slot[b]];
     const bool overflows = m > 0 && held + m > C;
-    full |= overflows;
-    if (v0 + h + layer == 0) at[b] = m > C ? -1 : overflows ? 0 : held;
-  }
-  if (!__syncthreads_or(full)) return;
-
-  const Lane me = this_lane();
-  for (int b = 0; b < B; b++) {
-    const int m = count[b], held = m > 0 ? length[slot[b]] : 0;
-    if (m <= 0 || held + m <= C) continue;
-    const long long s = (long long)layer * Slots + slot[b], entry = s * C;
-    const Source from = {ring_k + (entry * Hk + hk) * K, k[layer] + hk * K, ring_u + (entry * Hv + h) * V,
-                         u[layer] + h * V, ring_g + entry * Hv + h, g[layer] + h, row + start[b], held,
-                         m > C ? m : 0, Hk, Hv};
-    float* own = S + (s * Hv + h) * K * V + v0;
-    for (int i = threadIdx.x; i < K * Vt / 8; i += THREADS) prefetch(own + i / (Vt / 8) * V + i % (Vt / 8) * 8);
-    for (int i = threadIdx.x; i < K * Vt; i += THREADS) piece.sum[i] = 0.0f;
-    double later = 0.0;
-    for (int end = held + from.rows; end > 0; end -= PIECE) {
-      const int begin = max(0, end - PIECE);
-      add_piece(piece, from, begin, end - begin, later, v0, me);
+    if (b < B && blockIdx.x == 0) at[b] = m > C ? -1 : overflows ? 0 : held;
+    if (!__syncthreads_or(overflows)) continue;
+    if (overflows) full[atomicAdd(&found, 1)] = b;
+    __syncthreads();
+    for (int i = blockIdx.x; i < found * slices; i += gridDim.x) {
+      const int v0 = i % (V / Vt) * Vt, h = i / (V / Vt) % Hv, layer = i / (V / Vt * Hv) % Layers, hk = h / (Hv / Hk);
+      const int own = full[i / slices], m = count[own], held = length[slot[own]];
+      const long long s = (long long)layer * Slots + slot[own], entry = s * C;
+      const Source source = {ring_k + (entry * Hk + hk) * K, k[layer] + hk * K, ring_u + (entry * Hv + h) * V,
+                             u[layer] + h * V, ring_g + entry * Hv + h, g[layer] + h, row + start[own], held,
+                             m > C ? m : 0, Hk, Hv};
+      fold(piece, source, S + (s * Hv + h) * K * V + v0, v0);
     }
-    const float kept = expf(float(later));
-    for (int word = threadIdx.x; word < K * Vt / 4; word += THREADS) {
-      const int i = word / (Vt / 4), v = word % (Vt / 4) * 4;
-      auto state = load<4>(own + i * V + v);
-      const auto sum = load<4>(piece.sum + place(i, v));
-#pragma unroll
-      for (int c = 0; c < 4; c++) state.v[c] = fmaf(kept, state.v[c], sum.v[c]);
-      store<4>(own + i * V + v, state);
-    }
+    __syncthreads();
+    if (threadIdx.x == 0) found = 0;
     __syncthreads();
   }
 }

@@ -1,6 +1,7 @@
 // x w^T on tensor cores of sm_90a (wgmma), bf16 x, bf16 or FP8 w; or of its halves silu(gate) * up; or of two matrices,
-// the second result in float. Definitions: linear, gated_linear, linear_pair in boleinfer/ops/linear.py. Sums in
-// float32; Gated rounds them to Out before it goes on, as linear does.
+// the second result in float. Definitions: linear, gated_linear, linear_pair, head in boleinfer/ops/linear.py. Sums in
+// float32; Gated rounds them to Out before it goes on, as linear does. Of rows with use = 2 only the largest result is
+// kept, with its feature.
 //
 // A tile of out is Rows rows and 64 features of each of Groups warpgroups, which for Gated take the same features of up
 // as well; the tiles of w_more come behind those of w. The first Whole tiles of features are a unit each; k of the
@@ -16,6 +17,7 @@
 //
 // arch: 90a
 // sizes: Wt=bf16 Out=bf16 Rows=8,64 Groups=3 Gated=0 | Wt=bf16 Out=float Rows=16,128 Groups=3 Gated=0 | Wt=bf16 Out=bf16 Rows=8,32,128 Groups=2 Gated=1 | Wt=bf16 Out=bf16 Rows=256 Groups=2 Gated=0 | Wt=fp8 Out=bf16 Rows=8,64 Groups=3 Gated=0 | Wt=fp8 Out=bf16 Rows=8,32 Groups=2 Gated=1
+#include "largest.cuh"
 #include "linear.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
@@ -210,11 +212,12 @@ __device__ __forceinline__ void store_four(T* to, const float* four, int exist) 
   }
 }
 
-// The warp's 16 features of a tile, from `feature` of `width` on, and rows from `row` of R on. They are turned, eight
-// rows at a time, so that neighbouring lanes have neighbouring features.
+// The warp's 16 features of a tile, from `feature` of `width` on, and rows from `row` of R on: those whose results are
+// read. They are turned, eight rows at a time, so that neighbouring lanes have neighbouring features.
 template <class T>
 __device__ __forceinline__ void write(
-    T* out, const float (&sum)[SLABS][SUMS], float (&turned)[8][20], int row, int R, int feature, int width) {
+    T* out, const int* use, const float (&sum)[SLABS][SUMS], float (&turned)[8][20], int row, int R, int feature,
+    int width) {
   const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4, own = feature + 4 * t;
   out += (long long)(row + g) * width + own;
 #pragma unroll
@@ -227,7 +230,33 @@ __device__ __forceinline__ void write(
       turned[2 * t + i % 2][g + i / 2 * 8] = y;
     }
     __syncwarp();
-    if (row + 8 * n + g < R && own < width) store_four(out, turned[g] + 4 * t, width - own);
+    const bool read = row + 8 * n + g < R && (use == nullptr || use[row + 8 * n + g] == ALL);
+    if (read && own < width) store_four(out, turned[g] + 4 * t, width - own);
+  }
+}
+
+// The largest of these results and their features, of the rows of which only that is asked for. Lanes of the same t find
+// those of up to eight rows together, and then each takes one.
+__device__ __forceinline__ void raise(
+    Largest* largest, const int* use, const unsigned char* allowed, const float (&sum)[SLABS][SUMS], int row, int R,
+    int feature, int width) {
+  constexpr int OF_LANE = SUMS / 2;  // rows of which a lane has results
+  const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4, low = feature + g, high = low + 8;
+  const bool has_low = low < width && (!allowed || allowed[low]), has_high = high < width && (!allowed || allowed[high]);
+  Largest mine = 0;
+#pragma unroll
+  for (int i = 0; i < OF_LANE; i++) {
+    const float* at = sum[0] + i / 2 * 4 + i % 2;
+    Largest most = max(has_low ? largest_of(at[0], low) : 0, has_high ? largest_of(at[2], high) : 0);
+#pragma unroll
+    for (int lane = 4; lane < WARP; lane *= 2) most = max(most, __shfl_xor_sync(ALL_LANES, most, lane));
+    if (i % 8 == g) mine = most;
+    if (i % 8 == min(7, OF_LANE - 1)) {
+      const int taken = i / 8 * 8 + g, own = row + taken / 2 * 8 + 2 * t + taken % 2;
+      if (taken < OF_LANE && own < R && use[own] == LARGEST && mine > __ldcg(largest + own)) {
+        atomicMax(largest + own, mine);
+      }
+    }
   }
 }
 
@@ -240,6 +269,9 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2), 1) linear_hoppe
     int* __restrict__ tickets,        // [Tickets] or null; of each warp of a cut tile, 0 before and after
     Out* __restrict__ out,            // [R, Dout / (1 + Gated)]
     float* __restrict__ more,         // [R, More] or null; x w_more^T
+    const int* __restrict__ use,      // [R] or null; null: all results of all rows
+    const unsigned char* __restrict__ allowed,  // [Dout] or null; features that may be the largest, null: all
+    unsigned long long* __restrict__ largest,   // [R] or null; 0 before
     int R,
     int Ldx,
     int Din,
@@ -319,9 +351,10 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2), 1) linear_hoppe
       if (!join(sum, unit.part, Parts, reinterpret_cast<float4*>(sums) + mine, tickets + cut * WARPS + warp)) continue;
     }
     if (unit.tile < w_tiles) {
-      write(out, sum, turned[warp], unit.row, R, feature, width);
+      write(out, use, sum, turned[warp], unit.row, R, feature, width);
+      if (sizeof(Out) == 4 && largest) raise(largest, use, allowed, sum, unit.row, R, feature, width);
     } else {
-      write(more, sum, turned[warp], unit.row, R, feature - w_tiles * RESULTS, More);
+      write(more, nullptr, sum, turned[warp], unit.row, R, feature - w_tiles * RESULTS, More);
     }
   }
 }

@@ -2,8 +2,8 @@
 // layers at once. Definition: move_kv in boleinfer/ops/attention.py.
 //
 // grid: B, pieces of a KV row, layers. block: 128 threads; a thread owns 16 bytes (or one number) of
-// every row of its request and moves them in the order of the path: row i goes to slot T + i, never behind its own, so that no source is lost.
-// shared: none. Read twice: nothing.
+// every row of its request and moves them in the order of the path: row i goes to slot T + i, never behind its own, so that
+// no source is lost. shared: none. Read twice: nothing.
 //
 // sizes: Act=bf16,float
 #include "common.cuh"
@@ -34,8 +34,9 @@ extern "C" __global__ void __launch_bounds__(128) move_kv(
     int P,
     int M)
 {
+  const int b = blockIdx.x, first = start[b], T = committed[b], Width = Hkv * Dh;
   after_previous();
-  const int b = blockIdx.x, first = start[b], accepted = count[b], T = committed[b], Width = Hkv * Dh;
+  const int accepted = count[b];
   const int* table = page_table + (long long)b * M;
   const long long layer = (long long)blockIdx.z * Pages * P * Width;
   k_pages += layer, v_pages += layer;

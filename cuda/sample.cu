@@ -1,16 +1,17 @@
 // The next token of rows of logits. Definition: Sampler.sample in boleinfer/sampling.py, whose tokens these are; sums in
 // double, in an order that depends on the vocabulary alone.
 //
-// sample          grid: N, parts; a block owns every gridDim.y-th 64 groups of a row, a warp a group at a time: its largest
-//                 logit and, where all of them may be drawn, the sum of their weights. The last block of a row draws.
-//                 block: THREADS. shared: 47 KB, static.
-//                 Read twice: what is not below a known bound of what is kept, by the last block, from L2.
-// advance_history grid: B, a block owns a request. block: any number of threads. shared: none.
+// sample  grid: N, parts; a block owns every gridDim.y-th 64 groups of a row, a warp a group at a time: its largest
+//         logit and, where all of them may be drawn, the sum of their weights. The last block of a row draws. Of a row
+//         of which the head's product has kept the largest logit alone, one thread takes that.
+//         block: THREADS. shared: 47 KB, static.
+//         Read twice: what is not below a known bound of what is kept, by the last block, from L2.
 //
 // A slot's parameters: numbers = temperature, top_p, min_p, repetition, presence, frequency;
 // whole = top_k (0: off), min_tokens, choice, flags, early ids.
 #include "arrival.cuh"
 #include "common.cuh"
+#include "largest.cuh"
 #include "sample_select.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / WARP;
@@ -42,7 +43,8 @@ __device__ void load_groups(float (&x)[EACH][4], const Row& row, int g) {
 // One group's entries, from its numbers.
 template <class Number>
 __device__ void put_group(const Groups& groups, int g, const Number (&x)[4], bool weigh, double rate) {
-  double top = warp_all<Highest>(Highest::of(Highest::of(x[0], x[1]), Highest::of(x[2], x[3]))), sum = 0.0;
+  const double top = warp_all<Highest>(Highest::of(Highest::of(x[0], x[1]), Highest::of(x[2], x[3])));
+  double sum = 0.0;
   if (weigh && fabs(top) < inf()) {
 #pragma unroll
     for (int j = 0; j < 4; j++) sum += x[j] == -inf() ? 0.0 : exp((x[j] - top) * rate);
@@ -64,6 +66,11 @@ __device__ double chunk_tops(const Row& row, Scratch& s, const Groups& groups) {
     top = Highest::of(top, own);
   }
   return block_all<Highest>(top);
+}
+
+// The token whose number is the largest, or why there is none.
+__device__ int token_or_code(double largest, int id) {
+  return largest != largest ? BROKEN_NAN : largest == inf() ? BROKEN_INF : largest == -inf() ? NOTHING : id;
 }
 
 // The lowest id of the row's largest number.
@@ -183,8 +190,10 @@ __device__ bool touch(Touched& touched, const int* parent, const int* token, int
 }
 
 extern "C" __global__ void __launch_bounds__(512) sample(
-    const float* __restrict__ logits,           // [N, V]
+    const float* __restrict__ logits,           // [N, V] of rows with use = 1
+    unsigned long long* __restrict__ largest,   // [N] or null; of rows with use = 2, 0 behind; null: their logits are there
     const int* __restrict__ row,                // [N] rows of the forest, -1: none
+    const int* __restrict__ use,                // [N]
     const int* __restrict__ parent,             // [R] of the forest, as token, depth, request and start
     const int* __restrict__ token,              // [R]
     const int* __restrict__ depth,              // [R]
@@ -208,20 +217,20 @@ extern "C" __global__ void __launch_bounds__(512) sample(
     int V,
     int Count)
 {
-  after_previous();
   __shared__ Scratch s;
-  const int own = row[blockIdx.x];
-  if (own < 0) return;
-
-  // the block's logits, under way while the parameters are found
   const long long from = blockIdx.x;
-  Row x = Row{V, logits + from * V, allowed}.from(-inf());
-  const int first = blockIdx.y * (WARPS * EACH) + threadIdx.x / WARP, col = threadIdx.x % WARP * 4;
-  float logit[EACH][4];
-  load_groups(logit, x, first);
+  const bool kept = largest && use[from] == LARGEST;
+  const int own = row[from], b = own < 0 || kept ? -1 : request[own];
+  if (b < 0) {
+    after_previous();
+    if (!kept || blockIdx.y + threadIdx.x > 0) return;
+    const Largest most = largest[from];
+    largest[from] = 0;
+    out[own] = token_or_code(most ? number_of(most) : -inf(), place_of(most));
+    return;
+  }
 
-  const int b = request[own];
-  if (b < 0) return;
+  // the parameters are there before the logits
   const long long at = slot[b];
   const int path = depth[own] - depth[start[b] + root[b]];
   const int top_k = whole[at * 5], min_tokens = whole[at * 5 + 1], choice = whole[at * 5 + 2];
@@ -229,9 +238,11 @@ extern "C" __global__ void __launch_bounds__(512) sample(
   const int forbidden = generated[at] + path < min_tokens ? whole[at * 5 + 4] : 0;
   const int counted = flags & PENALISES ? path : 0;
   if (counted > MAX_PATH) {
+    after_previous();
     if (blockIdx.y == 0 && threadIdx.x == 0) out[own] = PATH_TOO_LONG;
     return;
   }
+  Row x = Row{V, logits + from * V, allowed}.from(-inf());
   x.chunk = chunk_length(V);
   x.bias = flags & BIASED ? bias + at * V : nullptr;
   x.seen = flags & PENALISES ? seen + at * V : nullptr;
@@ -239,6 +250,10 @@ extern "C" __global__ void __launch_bounds__(512) sample(
   x.penalties = numbers + at * 6 + 3;
 
   // its groups
+  after_previous();
+  const int first = blockIdx.y * (WARPS * EACH) + threadIdx.x / WARP, col = threadIdx.x % WARP * 4;
+  float logit[EACH][4];
+  load_groups(logit, x, first);
   const double *number = numbers + at * 6, rate = 1.0 / number[0];
   const bool weigh = !(flags & GREEDY) && top_k == 0 && (number[1] < 1.0 || number[2] <= 0.0);
   const Groups groups = {Count, group_top + from * Count, group_mass + from * Count};
@@ -263,46 +278,12 @@ extern "C" __global__ void __launch_bounds__(512) sample(
   if (!arrives_last(arrived + blockIdx.x, gridDim.y)) return;
 
   // the token
-  const double largest = chunk_tops(x, s, groups);
+  const double top = chunk_tops(x, s, groups);
   x.tops = s.top;
-  int id;
-  if (largest != largest) {
-    id = BROKEN_NAN;
-  } else if (largest == inf()) {
-    id = BROKEN_INF;
-  } else if (largest == -inf()) {
-    id = NOTHING;
-  } else if (flags & GREEDY) {
-    id = first_of(x, s, largest);
-  } else {
-    id = draw(x, s, groups, number, top_k, largest, uniform(seed[at], choice, (long long)known[at] + path));
+  int id = LAST;
+  if (fabs(top) < inf()) {
+    id = flags & GREEDY ? first_of(x, s, top)
+                        : draw(x, s, groups, number, top_k, top, uniform(seed[at], choice, (long long)known[at] + path));
   }
-  if (threadIdx.x == 0) out[own] = id;
-}
-
-// The emitted tokens become part of the slots' histories.
-extern "C" __global__ void advance_history(
-    const int* __restrict__ emitted,  // [B, L]
-    const int* __restrict__ count,    // [B] how many of them
-    const int* __restrict__ slot,     // [B]
-    const int* __restrict__ whole,    // [Slots, 5]
-    int* __restrict__ seen,           // [Slots, V]
-    int* __restrict__ known,          // [Slots]
-    int* __restrict__ generated,      // [Slots]
-    int L,
-    int V)
-{
-  after_previous();
-  const int b = blockIdx.x, n = count[b];
-  if (n <= 0) return;
-  const long long at = slot[b];
-  if (threadIdx.x == 0) {
-    known[at] += n;
-    generated[at] += n;
-  }
-  if (!(whole[at * 5 + 3] & PENALISES)) return;
-  const int* tokens = emitted + (long long)b * L;
-  for (int i = threadIdx.x; i < n; i += blockDim.x) atomicMax(&seen[at * V + tokens[i]], 0);
-  __syncthreads();
-  for (int i = threadIdx.x; i < n; i += blockDim.x) atomicAdd(&seen[at * V + tokens[i]], 1);
+  if (threadIdx.x == 0) out[own] = token_or_code(top, id);
 }

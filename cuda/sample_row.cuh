@@ -122,7 +122,7 @@ struct Row {
   }
 
   // The numbers of a row that is not plain, at i .. i+3.
-  __device__ void load4(int i, double (&x)[4]) const {
+  __device__ __noinline__ void load4(int i, double (&x)[4]) const {
     if (few) {
 #pragma unroll
       for (int j = 0; j < 4; j++) x[j] = i + j < n ? few[i + j] : double(-inf());
@@ -140,20 +140,18 @@ struct Row {
   // visit(place, number) for i .. i+3, below end and from `least` on.
   template <class Visit>
   __device__ void visit4(int i, int end, Visit visit) const {
+    double x[4];
     if (plain()) {
-      float x[4];
-      load4(i, x);
+      float logit[4];
+      load4(i, logit);
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        if (i + j < end && x[j] >= about_least) visit(i + j, double(x[j]));
-      }
+      for (int j = 0; j < 4; j++) x[j] = logit[j];
     } else {
-      double x[4];
       load4(i, x);
+    }
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        if (i + j < end && x[j] >= least) visit(i + j, x[j]);
-      }
+    for (int j = 0; j < 4; j++) {
+      if (i + j < end && x[j] >= least) visit(i + j, x[j]);
     }
   }
 

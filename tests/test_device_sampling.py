@@ -15,6 +15,7 @@ from boleinfer.device_sampling import MAX_EARLY, SamplingTable
 from boleinfer.device_step import Slots
 from boleinfer.forest import Forest, Tree
 from boleinfer.kernels import ToolchainError, cuda_folder
+from boleinfer.ops.linear import largest_of
 from boleinfer.sampling import BROKEN, BrokenLogits, Sampler, SamplingParams
 from tests import emulator
 
@@ -76,7 +77,8 @@ def drawn(table, samplers, histories, logits, forest, slots, root, rows):
         table.set(slot, sampler, tokens)
     ints = [device.upload(np.asarray(x, np.int32)) for x in (rows, slots, root)]
     token = device.upload(np.full(len(forest), UNWRITTEN, np.int32))
-    table.sample(device.upload(logits), ints[0], device_forest.upload(forest), ints[1], ints[2], token)
+    use = device.upload(np.ones(len(rows), np.int32))
+    table.sample(device.upload(logits), None, ints[0], use, device_forest.upload(forest), ints[1], ints[2], token)
     return device.download(token)
 
 
@@ -188,25 +190,26 @@ def test_rows_of_trees_count_the_path_below_the_root(machine):
         assert (np.delete(got, rows[:-1]) == UNWRITTEN).all()
 
 
-def test_the_history_grows_by_what_was_emitted(machine):
-    rng, vocab, B, L = np.random.default_rng(2), 40, 3, 5
-    params = {"presence_penalty": 0.9, "frequency_penalty": 0.5, "min_tokens": 9}
-    samplers = [sampler_of(params if b else {}, vocab=vocab, seed=b) for b in range(B)]
-    forest = Forest.of([Tree.chain([0])] * B, [4] * B)
-    table, slots = SamplingTable(B, vocab, np.ones(vocab, bool)), [2, 0, 1]
-    drawn(table, samplers, [[1, 2, 2]] * B, np.zeros((B, vocab), np.float32), forest, slots, [0] * B, range(B))
-    on = device.upload(np.asarray(slots, np.int32))
-    rows, root = (device.upload(np.asarray(x, np.int32)) for x in (range(B), [0] * B))
-    for _ in range(4):
-        emitted, count = rng.integers(0, 6, (B, L)).astype(np.int32), rng.integers(0, L + 1, B).astype(np.int32)
-        table.advance_history(device.upload(emitted), device.upload(count), on)
-        for sampler, tokens, n in zip(samplers, emitted.tolist(), count):
-            for token in tokens[:n]:
-                sampler.history.append(token)
-        logits, token = some_logits(rng, B, vocab, "smooth"), device.empty(B, np.int32)
-        table.sample(device.upload(logits), rows, device_forest.upload(forest), on, root, token)
-        assert device.download(token).tolist() == [expected(s, x) for s, x in zip(samplers, logits)]
-    assert device.download(table.known)[slots].tolist() == [s.history.length for s in samplers]
+@pytest.mark.parametrize("kind", ["smooth", "ties", "holes", "flat", "broken"])
+def test_rows_of_which_the_largest_logit_alone_is_kept(machine, kind):
+    rng, vocab, n = np.random.default_rng(len(kind)), 333, 12
+    allowed = rng.random(vocab) < 0.7
+    logits = some_logits(rng, n, vocab, kind)
+    if kind == "broken":
+        logits[:4, 5], logits[4:7, 6], logits[7:10] = np.nan, np.inf, -np.inf
+    samplers = [sampler_of({"temperature": 0}, allowed=allowed, vocab=vocab, ends=()) for _ in range(n)]
+    table = SamplingTable(n, vocab, allowed)
+    use = np.where(np.arange(n) % 4 > 0, 2, 1).astype(np.int32)
+    keys = np.asarray([largest_of(x, allowed) if u == 2 else 0 for x, u in zip(logits, use)], np.uint64)
+    given, unread = device.upload(keys), np.where((use == 2)[:, None], np.float32(np.nan), logits)
+    forest, (rows, root) = Forest.of([Tree.chain([0])] * n, [4] * n), (np.arange(n), np.zeros(n, int))
+    for slot, sampler in enumerate(samplers):
+        table.set(slot, sampler, [1, 2, 2])
+    ints = [device.upload(np.asarray(x, np.int32)) for x in (rows, use, rows, root)]
+    token = device.empty(n, np.int32)
+    table.sample(device.upload(unread), given, *ints[:2], device_forest.upload(forest), *ints[2:], token)
+    assert device.download(token).tolist() == [expected(s, x) for s, x in zip(samplers, logits)]
+    assert not device.download(given).any()
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0}, {"top_k": 2}, {"top_p": 0.5}, {"presence_penalty": 1.0}])

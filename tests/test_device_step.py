@@ -7,13 +7,14 @@ import pytest
 
 from boleinfer import device
 from boleinfer.device_draft import Drafts, candidates, grow, keep
+from boleinfer.device_sampling import SamplingTable
 from boleinfer.device_step import Chain, Part, Slots, Step, StepInputs, accept, follow, plant
 from boleinfer.forest import Forest, Tree
-from boleinfer.sampling import BrokenLogits
+from boleinfer.sampling import BrokenLogits, Sampler, SamplingParams
 from boleinfer.sampling import accept as host_accept
 from boleinfer.scheduler import grow as grow_tree
 
-SLOTS, L, M = 9, 40, 5
+SLOTS, L, M, VOCAB = 9, 40, 5, 3
 SEEDS = range(8)
 
 
@@ -60,7 +61,8 @@ def random_parts(rng: np.random.Generator, state: dict, drafts: list[Tree]) -> t
             n = int(rng.integers(1, L + 1))
             draft = tree = Tree.chain(rng.integers(0, 3, n)) if kind == "chain" else random_tree(rng, n)
         complete = kind != "piece"
-        parts.append(Part(slot, known, draft, complete, next_token=-1 if complete else int(rng.integers(0, 3))))
+        next_token, largest = -1 if complete else int(rng.integers(0, 3)), bool(rng.random() < 0.5)
+        parts.append(Part(slot, known, draft, complete, next_token, largest))
         trees.append(grow_tree(tokens, tree))
         rows.append(len(tokens) + (draft if isinstance(draft, int) else len(draft)))
     return parts, trees, rows
@@ -73,7 +75,8 @@ class Scene:
         self.slots, self.state, drafts = random_slots(rng)
         self.parts, self.trees, rows = random_parts(rng, self.state, drafts)
         B, R = len(self.parts), sum(rows)
-        self.inputs = StepInputs(R + int(rng.choice([0, 1, 70, 3000])), B + int(rng.integers(0, 3)), R)
+        envelope = R + int(rng.choice([0, 1, 70, 3000]))
+        self.inputs = StepInputs(envelope, B + int(rng.integers(0, 3)), int(rng.choice([R, envelope])))
         self.step = Step(self.inputs, self.slots)
         self.inputs.fill(self.parts)
         self.inputs.send()
@@ -122,9 +125,11 @@ def test_planted_rows_are_those_of_the_forest(gpu, seed):
     assert start.tolist() == [*scene.start, *[scene.start[-1]] * (scene.inputs.requests - B)]
     assert committed[:B].tolist() == forest.committed.tolist()
     assert_unused(on, scene.places)
-    wanted = [r for b, p in enumerate(scene.parts) if p.complete for r in scene.drafted(b)]
-    (array,) = on_host(scene.inputs.on, "wanted")
-    assert array.tolist() == wanted + [-1] * (len(array) - len(wanted))
+    sampled = {r: 2 if p.largest else 1 for b, p in enumerate(scene.parts) if p.complete for r in scene.drafted(b)}
+    wanted, use = on_host(scene.inputs.on, "wanted", "use")
+    assert dict(zip(wanted[wanted >= 0].tolist(), use[wanted >= 0].tolist())) == sampled and not use[wanted < 0].any()
+    in_place = len(wanted) == scene.inputs.rows
+    assert np.flatnonzero(wanted >= 0).tolist() == (sorted(sampled) if in_place else list(range(len(sampled))))
     for b, tree in enumerate(scene.trees):
         assert chain[b] == tree.is_chain
         if not tree.is_chain:
@@ -143,6 +148,28 @@ class Scripted:
         if row < 0:
             raise BrokenLogits("scripted")
         return row
+
+
+def histories(rng: np.random.Generator) -> tuple[SamplingTable, list[Sampler]]:
+    """The slots' samplers, some with penalties, in the middle of their texts."""
+    table, samplers = SamplingTable(SLOTS, VOCAB, np.ones(VOCAB, bool)), []
+    for slot in range(SLOTS):
+        params = SamplingParams(presence_penalty=0.5) if rng.random() < 0.5 else SamplingParams()
+        prompt, output = (rng.integers(0, VOCAB, n).tolist() for n in rng.integers(1, 3, 2))
+        samplers.append(Sampler(params, slot, 0, prompt, (), np.ones(VOCAB, bool)))
+        for token in output:
+            samplers[-1].history.append(token)
+        table.set(slot, samplers[-1], prompt + output)
+    return table, samplers
+
+
+def assert_histories(table: SamplingTable, samplers: list[Sampler]) -> None:
+    known, generated, seen = on_host(table, "known", "generated", "seen")
+    for slot, sampler in enumerate(samplers):
+        assert (known[slot], generated[slot]) == (sampler.history.length, sampler.history.generated)
+        if sampler.params.penalises:
+            counts = dict(zip(*(array.tolist() for array in sampler.history.after([]))))
+            assert seen[slot].tolist() == [counts.get(token, -1) for token in range(VOCAB)]
 
 
 def walk(scene: Scene, sampled: np.ndarray, b: int) -> tuple[list[int], list[int], int]:
@@ -169,7 +196,8 @@ def test_accepted_paths_and_the_chain_behind_them(gpu, seed):
         for n, p in enumerate(tree.parent.tolist()):
             if p >= 0 and rng.random() < 0.6:
                 sampled[scene.start[b] + p] = tree.token[n]
-    accept(device.upload(sampled.astype(np.int32)), inputs, slots, step)
+    table, samplers = histories(rng)
+    accept(device.upload(sampled.astype(np.int32)), inputs, slots, table, step)
     chain = Chain(step)
     follow(inputs, slots, step, chain)
     row, count = on_host(step.paths, "row", "count")
@@ -182,6 +210,8 @@ def test_accepted_paths_and_the_chain_behind_them(gpu, seed):
         assert row[start : start + count[b]].tolist() == path and count[b] == len(path)
         assert (result.tokens, result.error) == (tokens, error)
         assert result.drafted == len(tree) - scene.root(b) - 1
+        for token in tokens:
+            samplers[part.slot].history.append(token)
         assert length[part.slot] == scene.state["length"][part.slot] + len(path) and draft_count[part.slot] == 0
         assert last_token[part.slot] == (tokens[-1] if tokens else scene.state["last_token"][part.slot])
         assert last_row[b] == (start + len(path) - 1 if path else -1)
@@ -189,6 +219,7 @@ def test_accepted_paths_and_the_chain_behind_them(gpu, seed):
         chains.append(Tree.chain(text[1:]))
         places += [start + i for i in range(len(path))]
         assert hidden_row[start : start + len(path)].tolist() == path
+    assert_histories(table, samplers)
     others = np.setdiff1d(np.arange(SLOTS), [p.slot for p in scene.parts])
     assert np.array_equal(length[others], scene.state["length"][others])
     assert (count[B:] == 0).all() and (last_row[B:] == -1).all()
@@ -210,7 +241,9 @@ def test_an_empty_step_changes_nothing(gpu):
     inputs.fill(())
     inputs.send()
     plant(inputs, slots, step)
-    accept(device.upload(np.full(7, -1, np.int32)), inputs, slots, step)
+    table, samplers = histories(np.random.default_rng(0))
+    accept(device.upload(np.full(7, -1, np.int32)), inputs, slots, table, step)
+    assert_histories(table, samplers)
     chain = Chain(step)
     follow(inputs, slots, step, chain)
     for level in range(drafts.levels + 1):

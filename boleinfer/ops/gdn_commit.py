@@ -101,7 +101,8 @@ def advance(length: np.ndarray, slot: np.ndarray, paths: Sequence[np.ndarray], C
 # ---- the GPU ---------------------------------------------------------------------------------------------------------
 
 WIDTHS = 16, 32, 64, 128  # of K and V that the kernels are for
-CHANNELS = 1024  # of a window, for a block
+_FOLDING = 4  # blocks that fold, on a multiprocessor
+APPENDING = 128  # threads that share a row of what is appended, 16 bytes each
 
 
 def _launch(
@@ -125,21 +126,26 @@ def _launch(
     act, at = device.c_type(ring.k), device.empty((B,), np.int32)
     requests = {"slot": slot, "start": forest.start, "row": paths.row, "count": paths.count, "at": at}
     requests |= {"length": ring.length, "Slots": slots, "Hk": Hk, "Hv": Hv, "C": C}
-    Cc, parts = window.shape[3], -(-window.shape[3] // CHANNELS)
-    appended = {"Cc": Cc, "Ldx": x[0].strides[0] // x[0].itemsize, "K": K, "V": V, "Parts": parts}
     width = min(V, 32)
+    Cc, half = window.shape[3], 16 // ring.k.itemsize
+    at_once = half * APPENDING, 4 * APPENDING, half * APPENDING, APPENDING
+    grid_of = [-(-width // n) for width, n in zip((Cc, Hv * V, Hk * K, Hv), at_once)]
+    appended = {"Cc": Cc, "Ldx": x[0].strides[0] // x[0].itemsize, "K": K, "V": V, "Pieces": grid_of[0]}
+    slices = V // width * Hv
     of_append, of_fold = {"W": window.shape[2] + 1, "Act": act}, {"Act": act, "K": K, "V": V, "Vt": width, "Warps": 4}
     pieces = [slice(first, first + MOST_EACH) for first in range(0, layers, MOST_EACH)]
     for piece in pieces:
         n = len(k[piece])
-        args = {"k": list(k[piece]), "u": list(u[piece]), "g": list(g[piece]), "S": S[piece], "B": B, **requests}
-        args |= {"ring_k": ring.k[piece], "ring_u": ring.u[piece], "ring_g": ring.g[piece]}
-        kernels.launch("gdn_fold.cu", "gdn_fold", (V // width, Hv, n), 128, args, constants=of_fold)
+        args = {"k": list(k[piece]), "u": list(u[piece]), "g": list(g[piece]), "S": S[piece], **requests}
+        args |= {"ring_k": ring.k[piece], "ring_u": ring.u[piece], "ring_g": ring.g[piece], "B": B, "Layers": n}
+        blocks = min(slices * n * B, _FOLDING * device.multiprocessors())
+        kernels.launch("gdn_fold.cu", "gdn_fold", blocks, 128, args, constants=of_fold)
     for piece in pieces:
         n = len(k[piece])
         args = {"x": list(x[piece]), "k": list(k[piece]), "u": list(u[piece]), "g": list(g[piece]), **requests}
         args |= {"ring_k": ring.k[piece], "ring_u": ring.u[piece], "ring_g": ring.g[piece], "window": window[piece]}
-        kernels.launch("gdn_append.cu", "gdn_append", (parts, B, n), 128, args | appended, constants=of_append)
+        grid = sum(grid_of), B, n
+        kernels.launch("gdn_append.cu", "gdn_append", grid, APPENDING, args | appended, constants=of_append)
 
 
 # ---- CASES -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from boleinfer import device, hopper, kernels
 from boleinfer.device import Array, Fp8
 from boleinfer.ops import Case, sigmoid, silu
 
-__all__ = ["CASES", "gated_linear", "linear", "linear_pair", "sigmoid", "silu", "swiglu"]
+__all__ = ["CASES", "gated_linear", "head", "linear", "linear_pair", "sigmoid", "silu", "swiglu"]
 
 VECTOR_ROWS = 6  # of a matrix in one piece: up to here one matrix-vector product a row beats one matrix product
 SMALL = 1_000_000  # multiply-adds up to which OpenBLAS multiplies without packing its operands first
@@ -93,6 +93,39 @@ def linear_pair(x: Array, w: Array | Fp8, more: Array | Fp8) -> tuple[Array, Arr
     out, second = device.empty((R, len(w)), x.dtype), device.empty((R, len(more)), np.float32)
     hopper.product(x, w, None, out, w_more=more, more=second)
     return out, second
+
+
+def head(x: Array, w: Array | Fp8, use: Array, allowed: Array | None, largest: Array) -> tuple[Array, Array | None]:
+    """linear(x, w) in float32 at least, of which only what is read has to be there; and the largest number of a row.
+
+    use:     int32 [R], 0: nobody reads the row, 1: all of it is read, 2: its largest number alone
+    allowed: uint8 [Dout], 0 at features that are never the largest; None: all may be
+    largest: uint64 [R], zeros; gets `largest_of` each row with use = 2
+    Returns the rows [R, Dout], and `largest` or, where all rows are there whatever their use, None and zeros in it."""
+    if not device.on_gpu(x):
+        rows = linear(x, w)
+        largest[use == 2] = [largest_of(row, allowed) for row in rows[use == 2]]
+        return rows, largest
+    bits, scale = (w.bits, w.scale) if isinstance(w, Fp8) else (w, None)
+    if not (device.c_type(x) == "bf16" and len(x) and _whole_words(x, bits) and kernels.runs_here(hopper.FILE)):
+        return linear(x, w, np.float32), None
+    out = device.empty((len(x), len(bits)), np.float32)
+    hopper.product(x, bits, scale, out, use=use, allowed=allowed, largest=largest)
+    return out, largest
+
+
+def largest_of(row: np.ndarray, allowed: np.ndarray | None = None) -> int:
+    """The largest number of a row of float32 and its place, as one integer; 0 where none is allowed.
+
+    32 bits that order as numbers do, NaN before all, then the complement of the place: of equal numbers the first is
+    the largest."""
+    places = np.arange(len(row)) if allowed is None else np.flatnonzero(allowed)
+    if not len(places):
+        return 0
+    place = int(places[row[places].argmax()])  # a NaN counts as largest
+    bits = int(np.float32(row[place] + 0.0).view(np.uint32))
+    rising = 0xFFFFFFFF if np.isnan(row[place]) else bits ^ (0xFFFFFFFF if bits >> 31 else 1 << 31)
+    return rising << 32 | 0xFFFFFFFF - place
 
 
 # ---- on the GPU ------------------------------------------------------------------------------------------------------
