@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -94,14 +94,13 @@ class _Frame:
         self.largest = device.upload(np.zeros(len(self.inputs.on.wanted), np.uint64))
         self.logits: dict[_Kind, Array] = {}
         self.ready: set[_Kind] = set()
-        self.drafts: dict[DraftPlan, tuple[Drafts, Array]] = {}  # and their hidden rows
+        self.drafts: dict[DraftPlan, Drafts] = {}
         self.parts: list[Part] | None = None  # what the inputs on the GPU say
         self.single = False  # of the last step, as in _Kind
 
-    def add_drafts(self, d: DraftPlan, D: int, act: Any) -> None:
+    def add_drafts(self, d: DraftPlan) -> None:
         """The arrays of a way to draft."""
-        drafts = Drafts(self.inputs.requests, d.top_k, d.width, d.depth, d.worth, d.least)
-        self.drafts[d] = drafts, device.buffer((drafts.hidden_count, D), act, poison=True)
+        self.drafts[d] = Drafts(self.inputs.requests, d.top_k, d.width, d.depth, d.worth, d.least)
 
 
 class CudaExecutor:
@@ -294,20 +293,18 @@ class CudaExecutor:
 
     def _draft(self, frame: _Frame, plan: DraftPlan, y: Array) -> None:
         """The MTP layer's tree for the next step, into the slots. y: the layer's rows of the accepted tokens."""
-        inputs, step, last = frame.inputs, frame.step, frame.chain.last_row
-        drafts, hidden = frame.drafts[plan]
-        device.write(hidden[drafts.hidden_rows(0)], embedding(last, y))
+        inputs, step, last, drafts = frame.inputs, frame.step, frame.chain.last_row, frame.drafts[plan]
+        y = embedding(last, y)
         tree = Batch(drafts.forest, step.slot, step.page_table)
         short = self._heads.get(plan.ids)
         rows, names = (None, None) if short is None else (short.rows, short.ids)
         for level in range(drafts.levels + 1):
-            logits = self.model.logits(hidden[drafts.hidden_rows(level)], rows)
+            logits = self.model.logits(y, rows)
             found = candidates(logits, drafts.top_k, drafts.row if level else last, names)
             grow(drafts, level, *found, inputs, self._slots)
             if level < drafts.levels:
-                source = embedding(drafts.source, hidden)
-                y = self.model.mtp(drafts.token, source, drafts.position, tree, self.state, drafts.row)
-                device.write(hidden[drafts.hidden_rows(level + 1)], y)
+                y = embedding(drafts.source, y)
+                y = self.model.mtp(drafts.token, y, drafts.position, tree, self.state, drafts.row)
         keep(drafts, inputs, self._slots, step.results)
 
     def _frame(self, rows: int, way: int, single: bool = False) -> _Frame:
@@ -320,7 +317,7 @@ class CudaExecutor:
         if kind not in frame.ready:
             frame.ready.add(kind)
             if kind.plan is not None and kind.plan not in frame.drafts:
-                frame.add_drafts(kind.plan, self.model.config.hidden_size, self.state.dtype)
+                frame.add_drafts(kind.plan)
             if size <= LARGEST_CAPTURED:
                 frame.inputs.fill(())  # nobody takes part
                 frame.parts = None

@@ -1,11 +1,10 @@
 """The draft tree of the MTP layer on the GPU, grown a level at a time and kept in the slots. Knows no model.
 
-    y = the MTP layer over device_step.Chain; hidden[:B] = its rows last_row
+    y = the rows last_row of the MTP layer over device_step.Chain
     for level in range(drafts.levels + 1):
-        logits of hidden[drafts.hidden_rows(level)]
-        ids, prob = candidates(logits, top_k, rows)         rows: last_row at level 0, then drafts.row
+        ids, prob = candidates(logits of y, top_k, rows)    rows: last_row at level 0, then drafts.row
         grow(drafts, level, ids, prob, inputs, slots)       what to run next: token, row, source, position, forest
-        hidden[drafts.hidden_rows(level + 1)] = the MTP layer over it (not after the last level)
+        y = the MTP layer over it, with y[source] (not after the last level)
     keep(drafts, inputs, slots, results)
 
 The tree is that of draft.mtp.MTPDrafter, with three differences: probabilities are float32 products, nodes that are
@@ -35,7 +34,7 @@ class Drafts:
     levels:   passes of the MTP layer after the chain: depth - 1
     forest:   the MTP layer's trees, `levels * width` rows a request, filled from the front as nodes are chosen
     token, row, source, position: int32 [B * width], the rows that the next pass runs, -1 for none. row: in `forest`;
-              source: the row of the hidden rows that it pairs with; position: its own, 0 for none
+              source: the row of y that it pairs with; position: its own, 0 for none
     candidate_token, candidate_parent, candidate_prob: [B, C], all that were looked at, at fixed places (cuda/draft.cu)
     """
 
@@ -63,16 +62,6 @@ class Drafts:
         self.candidate_token, self.candidate_parent = ints(requests, C), ints(requests, C)
         self.candidate_prob = device.empty((requests, C), np.float32)
         self._run, self._chosen = ints(requests), ints(requests, width)
-
-    @property
-    def hidden_count(self) -> int:
-        """Hidden rows that are kept: of each request's last position, then of each level's rows."""
-        return self.requests * (1 + self.width * self.levels)
-
-    def hidden_rows(self, level: int) -> slice:
-        """The hidden rows whose logits `level` looks at: of the last positions at level 0, then of its passes."""
-        B, n = self.requests, self.requests * self.width
-        return slice(B + (level - 1) * n, B + level * n) if level else slice(0, B)
 
 
 def candidates(logits: Array, top_k: int, rows: Array = None, names: Array = None) -> tuple[Array, Array]:

@@ -29,6 +29,7 @@ class Engine:
         self._under_way: _Step | None = None
         self._budget: tuple[Drafter, Budget] | None = None
         self._costs: CostTable | None = None
+        self._news: tuple[Budget, StepNews] | None = None  # of the step before, for its budget
         self._way = 0  # of the step before
         self._ended = self._tail = 0.0  # when the step before ended, and how much of it came after the results
 
@@ -76,6 +77,10 @@ class Engine:
         self._under_way = None
         if under_way is None:
             return []
+        if self._news is not None:  # the executor is at work meanwhile
+            budget, news = self._news
+            self._news = None
+            budget.learn(news)
         drafted = max(began, under_way.planned)
         if self._goes_on(under_way):
             self._under_way = self._run(under_way.works, under_way.way, under_way.ahead + 1)
@@ -146,7 +151,7 @@ class Engine:
         verified: float,
         ended: float,
     ) -> None:
-        """Tells the budget what a step of decoding requests alone took and gave."""
+        """What the budget is told, during the next step: what a step of decoding requests alone took and gave."""
         waited, tail = began - self._ended, self._tail
         self._ended, self._tail = ended, ended - verified
         if not works or not all(w.decodes for w, _ in works):
@@ -156,20 +161,19 @@ class Engine:
         if step.ahead:  # it ran while the step before was taken in
             seconds = seconds + waited if waited < IDLE * seconds else math.inf
         drafts = [w.draft for w, _ in works]
-        self.budget.learn(
-            StepNews(
-                step.way,
-                step.drawn,
-                batch=len(works),
-                context=mean_length([w.request for w, _ in works]),
-                rows=sum(len(w.tree) for w, _ in works),
-                depth=[int(d.depth.max()) + 1 if len(d) else 0 for d in drafts],
-                expected=[float(d.prob.sum()) for d in drafts],
-                accepted=[max(0, len(o.tokens) - 1) for _, o in works],
-                seconds=seconds,
-                draft_s=0.0 if step.ahead else drafted - began + tail,
-            )
+        news = StepNews(
+            step.way,
+            step.drawn,
+            batch=len(works),
+            context=mean_length([w.request for w, _ in works]),
+            rows=sum(len(w.tree) for w, _ in works),
+            depth=[int(d.depth.max()) + 1 if len(d) else 0 for d in drafts],
+            expected=[float(d.prob.sum()) for d in drafts],
+            accepted=[max(0, len(o.tokens) - 1) for _, o in works],
+            seconds=seconds,
+            draft_s=0.0 if step.ahead else drafted - began + tail,
         )
+        self._news = self.budget, news
 
 
 @dataclass(frozen=True)

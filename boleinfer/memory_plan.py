@@ -250,7 +250,7 @@ def _bookkeeping(needs: Needs, o: Options, R: int) -> int:
     for d in needs.drafting:
         nodes = d.width * (d.depth - 1)
         requests += 10 * nodes + 3 * d.top_k * (1 + nodes) + 5 * d.width
-        more += needs.act * B * (1 + nodes) * needs.config.hidden_size + 20 * 512
+        more += 20 * 512
     return INT * (R * rows + B * (requests + o.pages + 4 * L + 5)) + more + 40 * 512
 
 

@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(1024) grow(
     int* __restrict__ chosen,              // [B, Width] candidates to be run
     int* __restrict__ level_token,         // [B, Width]
     int* __restrict__ level_row,           // [B, Width] row of the forest, -1: none
-    int* __restrict__ level_source,        // [B, Width] row of the hidden rows: B last ones, then B * Width a level
+    int* __restrict__ level_source,        // [B, Width] row of ids under which it was found
     int* __restrict__ level_position,      // [B, Width]
     int* __restrict__ token,               // [R] the forest, R = B * Levels * Width, at least 1
     int* __restrict__ parent,              // [R]
@@ -279,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(1024) grow(
     chosen[to] = c;
     level_token[to] = token[row] = t;
     level_row[to] = row;
-    level_source[to] = level ? B + (level - 1) * B * Width + from : b;
+    level_source[to] = from;
     level_position[to] = position[row] = T + level;
     parent[row] = up;
     depth[row] = level;

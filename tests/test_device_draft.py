@@ -144,30 +144,31 @@ class Scene:
     def draft(self, levels: int) -> list[dict[str, list]]:
         """Draws up the drafts as the head of device_draft.py says; what each pass of the MTP layer ran."""
         drafts, rows, passes = self.drafts, np.asarray([0] * self.B + [-1] * 3, np.int32), []
-        hidden = np.full((drafts.hidden_count, 1), np.nan)
+        hidden = np.full((len(rows), 1), np.nan)
         hidden[: self.B] = self.last
         for level in range(levels + 1):
             logits = np.full((len(rows), VOCAB), np.nan, np.float32)
-            logits[rows >= 0] = self.model.logits(hidden[drafts.hidden_rows(level)][rows >= 0])
+            logits[rows >= 0] = self.model.logits(hidden[rows >= 0])
             found = candidates(device.upload(logits), drafts.top_k, device.upload(rows))
             grow(drafts, level, *found, self.inputs, self.slots)
             if level < drafts.levels:
-                rows, kept = self._pass(hidden, level + 1)
+                rows, hidden, kept = self._pass(hidden)
                 passes.append(kept)
         keep(drafts, self.inputs, self.slots, self.results)
         return passes
 
-    def _pass(self, hidden: np.ndarray, level: int) -> tuple[np.ndarray, dict[str, list]]:
+    def _pass(self, hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[str, list]]:
         token, rows, source, position = on_host(self.drafts, "token", "row", "source", "position")
         used = rows >= 0
         assert (token[~used] == -1).all() and (source[~used] == -1).all() and (position[~used] == 0).all()
-        hidden[self.drafts.hidden_rows(level)][used] = self.model.next(hidden[source[used]], token[used])
+        y = np.full((len(rows), 1), np.nan)
+        y[used] = self.model.next(hidden[source[used]], token[used])
         names = ("request", "depth", "position", "kv_slot", "token", "ancestors")
         forest = dict(zip(names, on_host(self.drafts.forest, *names)))
         assert (position[used] == forest["position"][rows[used]]).all()
         kept = {name: array[rows[used]] for name, array in forest.items()}
         kept["ancestors"] = np.unpackbits(kept["ancestors"].view(np.uint8), axis=1, bitorder="little").astype(bool)
-        return rows, {name: array.tolist() for name, array in kept.items()}
+        return rows, y, {name: array.tolist() for name, array in kept.items()}
 
     def told(self) -> list[Tree]:
         """The drafts that the host is told of."""

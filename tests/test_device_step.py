@@ -247,9 +247,7 @@ def test_an_empty_step_changes_nothing(gpu):
     chain = Chain(step)
     follow(inputs, slots, step, chain)
     for level in range(drafts.levels + 1):
-        logits = device.upload(
-            np.full((drafts.hidden_rows(level).stop - drafts.hidden_rows(level).start, 9), np.nan, "f")
-        )
+        logits = device.upload(np.full((3 * (drafts.width if level else 1), 9), np.nan, "f"))
         rows = drafts.row if level else chain.last_row
         grow(drafts, level, *candidates(logits, 2, rows), inputs, slots)
     keep(drafts, inputs, slots, step.results)
