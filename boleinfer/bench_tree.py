@@ -84,16 +84,15 @@ def bench_tree(args: argparse.Namespace) -> int:
         "rows": [],
     }
     kinds = args.only or ("gdn", "attention")
-    if "gdn" in kinds:
-        cases = list(gdn_cases(args.value_heads or VALUE_HEADS, args.requests or REQUESTS))
-        record["rows"] = [gdn_row(case, record["read_gb_s"]) for case in cases]
-        print(f"gdn: {len(cases)} measured", file=sys.stderr)
-        write(record, output, note=False)
-        if args.peers:
-            add_peers(args.peers, cases, record["rows"])
-            write(record, output, note=False)
+    cases = list(gdn_cases(args.value_heads or VALUE_HEADS, args.requests or REQUESTS)) if "gdn" in kinds else []
+    record["rows"] = [gdn_row(case, record["read_gb_s"]) for case in cases]
+    print(f"gdn: {len(cases)} measured", file=sys.stderr)
+    write(record, output, note=False)
     if "attention" in kinds:
         record["rows"] += list(attention_rows(record["read_gb_s"], args.requests or BATCHES))
+    if args.peers:
+        write(record, output, note=False)
+        add_peers(args.peers, cases, record["rows"])
     print(bench_tables.tree(record))
     write(record, output)
     return 0
@@ -102,7 +101,7 @@ def bench_tree(args: argparse.Namespace) -> int:
 def add_peers(folder: str, cases: Sequence[Case], rows: Sequence[Arrays]) -> None:
     """Adds the other kernel's time to each row; one with front and back gets that of the kernel alone, all there is.
 
-    rows: of the cases, in their order"""
+    rows: first those of the cases, in their order"""
     device.memory()  # theirs need it
     kernels = {case.kernel: case.asked() for case in cases if case.op == case.kernel.op}
     bench_peers.compiled(folder, list(kernels.values()))
