@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from statistics import median
 from typing import Any
 
@@ -43,7 +44,7 @@ NEVER_BATCHES = (1, 8, 32)
 NODES = 127  # of a request's draft at most, so that a lone request can fill a step of 128 rows
 TOKENS, NEVER_TOKENS, HEARD_TOKENS = 256, 512, 24  # of each request, on average; with their logits
 PROMPTS, PROMPT_TOKENS, REPEATS = 8, 96, 2  # of each kind of text, and how often all are answered
-KNOWN = 0.97  # of the tokens are among the ids that drafts look at (DraftPlan.ids), between code and prose
+KNOWN = 0.97  # of the tokens are among the ids that drafts look at, between code and prose (DraftPlan.ids)
 
 _PAPER = Shape(top_k=4, width=8, depth=8)
 _CODE, _PROSE = 0.908, 0.492  # how often the likeliest token is right
@@ -174,13 +175,20 @@ def published(
     record: dict[str, Any], size: str, parts: Sequence[str], asked: Sequence[int] | None, prompt: int
 ) -> None:
     """One shape: for each number of requests plain decoding, each profile, the adversary, and plain decoding again."""
-    batches = sorted(asked or {*BATCHES, *NEVER_BATCHES})
+    for most, batches in groupby(sorted(asked or {*BATCHES, *NEVER_BATCHES}), key=lambda batch: max(8, batch)):
+        at_once(record, size, parts, list(batches), most, prompt, every=bool(asked))
+
+
+def at_once(
+    record: dict[str, Any], size: str, parts: Sequence[str], batches: Sequence[int], most: int, prompt: int, every: bool
+) -> None:
+    """As published, for some numbers of requests, with room for `most`. every: all parts of each"""
     llm = LLM(
         device="cuda",
         random_weights=size,
         draft="mtp",
         draft_nodes=NODES,
-        max_batch=max(8, *batches),
+        max_batch=most,
         max_model_len=prompt + 2 * NEVER_TOKENS + 2 * NODES,
     )
     for plans in ((), DRAFT_PLANS):
@@ -189,9 +197,9 @@ def published(
     for batch in batches:
         plain = run(llm, batch, prompt, NEVER_TOKENS + NEVER_TOKENS // 8, None)
         found = []
-        for profile in PROFILES if "profiles" in parts and (asked or batch in BATCHES) else ():
+        for profile in PROFILES if "profiles" in parts and (every or batch in BATCHES) else ():
             found.append(("profiles", profile, against(llm, batch, prompt, TOKENS, profile, plain, honest=True)))
-        if "never" in parts and (asked or batch in NEVER_BATCHES):
+        if "never" in parts and (every or batch in NEVER_BATCHES):
             adversary = against(llm, batch, prompt, NEVER_TOKENS, PROFILES[0], plain, honest=False)
             found.append(("never", PROFILES[0], adversary))
         again = run(llm, batch, prompt, TOKENS, None)
@@ -222,8 +230,9 @@ def row(batch: int, profile: Profile, fast: Run, plain: Run, again: Run) -> dict
     }
 
 
-def shape_of(plan: DraftPlan) -> Shape:
-    """The trees of a plan."""
+def shape_of(plan: DraftPlan, requests: int) -> Shape:
+    """The trees of a plan, of up to so many requests together."""
+    plan = plan.for_requests(requests)
     return Shape(plan.top_k, plan.width, plan.depth, 1.0 if plan.ids is None else KNOWN)
 
 
@@ -253,12 +262,13 @@ def against(
 
     def shape() -> Shape | None:
         variant = llm.engine.budget.ways[llm.engine.way].variant  # of the step that drafted
-        return shape_of(DRAFT_PLANS[variant - 1]) if variant else None
+        return shapes[variant - 1] if variant else None
 
+    shapes = [shape_of(plan, llm.engine.scheduler.max_batch) for plan in DRAFT_PLANS]
     answers = [t + [0] * NODES for t in plain.tokens]
     drafter = ProfileDrafter(profile, answers, shape, llm.config.vocab_size, honest)
     if not hears:
-        drafter.prepare(prompt, length + NODES, [shape_of(plan) for plan in DRAFT_PLANS], llm.engine.scheduler.limits)
+        drafter.prepare(prompt, length + NODES, shapes, llm.engine.scheduler.limits)
     return run(llm, batch, prompt, length, drafter, hears)
 
 

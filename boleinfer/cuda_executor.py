@@ -34,6 +34,7 @@ from boleinfer.scheduler import Work
 from boleinfer.state import Batch, Place, State
 
 SMALLEST, LARGEST_CAPTURED = 8, 128  # rows of an envelope; larger steps read prompts and run kernel by kernel
+LEVEL_ROWS = 32  # nodes of a level of all drafts together, where more requests have one each
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class DraftPlan:
     worth: float = 0.0
     least: float = 0.01
     ids: int | None = 32768
+
+    def for_requests(self, requests: int) -> DraftPlan:
+        """The same for a step of up to so many: fewer nodes of each, so that a level is cheap."""
+        return replace(self, width=max(1, min(self.width, LEVEL_ROWS // requests)))
 
 
 DRAFT_PLANS = (  # few: each is captured with each envelope
@@ -98,9 +103,10 @@ class _Frame:
         self.parts: list[Part] | None = None  # what the inputs on the GPU say
         self.single = False  # of the last step, as in _Kind
 
-    def add_drafts(self, d: DraftPlan) -> None:
+    def add_drafts(self, plan: DraftPlan) -> None:
         """The arrays of a way to draft."""
-        self.drafts[d] = Drafts(self.inputs.requests, d.top_k, d.width, d.depth, d.worth, d.least)
+        d = plan.for_requests(self.inputs.requests)
+        self.drafts[plan] = Drafts(self.inputs.requests, d.top_k, d.width, d.depth, d.worth, d.least)
 
 
 class CudaExecutor:

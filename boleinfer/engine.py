@@ -78,9 +78,9 @@ class Engine:
         if under_way is None:
             return []
         if self._news is not None:  # the executor is at work meanwhile
-            budget, news = self._news
+            budget, of_before = self._news
             self._news = None
-            budget.learn(news)
+            budget.learn(of_before)
         drafted = max(began, under_way.planned)
         if self._goes_on(under_way):
             self._under_way = self._run(under_way.works, under_way.way, under_way.ahead + 1)
@@ -161,7 +161,7 @@ class Engine:
         if step.ahead:  # it ran while the step before was taken in
             seconds = seconds + waited if waited < IDLE * seconds else math.inf
         drafts = [w.draft for w, _ in works]
-        news = StepNews(
+        step_news = StepNews(
             step.way,
             step.drawn,
             batch=len(works),
@@ -173,7 +173,7 @@ class Engine:
             seconds=seconds,
             draft_s=0.0 if step.ahead else drafted - began + tail,
         )
-        self._news = self.budget, news
+        self._news = self.budget, step_news
 
 
 @dataclass(frozen=True)
