@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 import re
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,6 +53,7 @@ class Checkpoint:
         self.tensors: dict[str, Stored] = {}
         self._data: dict[str, tuple[memoryview, int]] = {}
         self._file: dict[str, Path] = {}
+        self._handle: dict[Path, int] = {}
         for file in files:
             self._open(file)
         wrong = [n for n, f in listed.items() if n not in self._file or self._file[n].name != f]
@@ -71,10 +74,27 @@ class Checkpoint:
         data, start = self._data[name]
         return np.frombuffer(data, _VIEW[dtype], count=math.prod(shape), offset=start).reshape(shape)
 
+    def read(self, name: str, at: int, out: np.ndarray) -> None:
+        """Fills a contiguous array with the tensor's bytes from `at` on, past the mapping: nothing has to be mapped.
+
+        Raises WeightsError when the file has become too short."""
+        data, start = self._data[name]
+        rest, at, file = out.reshape(-1).view(np.uint8), start + at, self._file[name]
+        if not hasattr(os, "preadv"):
+            rest[...] = np.frombuffer(data, np.uint8, rest.size, at)
+            return
+        while rest.size:
+            n = os.preadv(self._handle[file], [rest.data], at)
+            if not n:
+                raise WeightsError(f"{file} was cut short while it was read; fetch it again")
+            rest, at = rest[n:], at + n
+
     def _open(self, file: Path) -> None:
         try:
             with file.open("rb") as handle:
                 data = memoryview(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ))
+                self._handle[file] = os.dup(handle.fileno())
+            weakref.finalize(self, os.close, self._handle[file])
         except FileNotFoundError:
             link = " (a link whose target is gone)" if file.is_symlink() else ""
             raise WeightsError(f"{file} does not exist{link}; fetch the model again") from None

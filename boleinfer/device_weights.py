@@ -1,4 +1,4 @@
-"""Stored tensors to GPU arrays: from the memory-mapped files through pinned staging buffers. Knows no model.
+"""Stored tensors to GPU arrays: from the files through pinned staging buffers. Knows no model.
 
 Matrices become activations' type, row-major; FP8 matrices stay FP8 with their scales where every fused or permuted part
 keeps whole blocks of 128 rows, and are dequantised here where one does not. Vectors and convolution taps are float32.
@@ -11,9 +11,12 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from functools import partial
+from itertools import cycle, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,8 +27,8 @@ from boleinfer.device import Array, Fp8
 from boleinfer.plans import Part, Target
 from boleinfer.weights import BLOCK, Plan, dequantise, float32, match, scale_names, tie
 
-COPIERS = 16  # threads that read pages of the files and fill staging buffers, at most: one a core
-STAGING = 2 << 20  # bytes of a buffer, of which a thread has two: pinning takes 0.7 ms a MB
+COPIERS = 8  # threads that read the files into staging buffers, at most one a core; more wait for one another
+STAGING = 8 << 20  # bytes of a buffer, of which a thread has two: small ones cost Python, and pinning 0.7 ms a MB
 
 
 def load(
@@ -44,15 +47,11 @@ def load(
     checkpoint = Checkpoint(folder)
     targets, names = match(config, plan, checkpoint.tensors, mtp)
     source = _Source(checkpoint, names, act)
-    total, done = sum(sizes_of(targets, names, checkpoint.tensors, act).values()), 0
-    arrays: dict[str, Any] = {}
-    with _Copiers(total) as copiers:
-        for target in targets:
-            arrays[target.name] = source.place(target, copiers)
-        for nbytes in copiers.finish():
-            done += nbytes
-            if progress is not None and done < total:
-                progress(done, total)
+    total = sum(sizes_of(targets, names, checkpoint.tensors, act).values())
+    arrays = {target.name: source.place(target) for target in targets}
+    for done in _copied(source.pieces):
+        if progress is not None and done < total:
+            progress(done, total)
     if progress is not None:
         progress(total, total)
     tie(arrays, config, _equal)
@@ -98,26 +97,61 @@ def stays_fp8(target: Target, names: Mapping[str, str], stored: Mapping[str, Sto
     return whole and all(p.rows is None or _block_rows(p.rows) is not None for p in target.parts)
 
 
+class _Piece(NamedTuple):
+    """Rows of an array that pass through one buffer: `fill` writes them into it."""
+
+    fill: Callable[[np.ndarray], None]
+    out: Array
+
+
 class _Source:
-    """The rows of each target, in the type that it has on the GPU."""
+    """The arrays of the targets, and the pieces that their contents come in.
+
+    pieces: in the order of the files
+    """
 
     def __init__(self, checkpoint: Checkpoint, names: Mapping[str, str], act: np.dtype):
         self._checkpoint, self._names, self._act = checkpoint, names, act
+        self.pieces: deque[_Piece] = deque()
 
-    def place(self, target: Target, copiers: _Copiers) -> Array | Fp8:
-        """The target's array, whose contents the copiers are yet to bring."""
+    def place(self, target: Target) -> Array | Fp8:
+        """The target's array, of no contents yet."""
         fp8 = stays_fp8(target, self._names, self._checkpoint.tensors, self._act)
         dtype = device.dtype("fp8") if fp8 else kind(target.name, target.shape, self._act)
         array = device.empty(target.shape, dtype)
         rows, first = array.reshape(-1, target.shape[-1]), 0
         for part in target.parts:
-            data = self._checkpoint.view(self._names[part.tensor])
-            if data.dtype == np.uint8 and not fp8:
-                data = dequantise(data, self._scale(part))
-            data = data.reshape(-1, target.shape[-1])
-            copiers.copy(data, part.rows, rows[first : first + len(data)])
-            first += len(data)
+            n = math.prod(part.shape[:-1])
+            self._cut(part, not fp8 and self._is_fp8(part), rows[first : first + n])
+            first += n
         return Fp8(array, self._scales(target)) if fp8 else array
+
+    def _cut(self, part: Part, widen: bool, out: Array) -> None:
+        """Pieces of a part's rows [n, width]; widen: FP8 ones, to be dequantised."""
+        name, (n, width) = self._names[part.tensor], out.shape
+        fill = partial(self._read, name)
+        if widen:
+            values = dequantise(self._checkpoint.view(name), self._scale(part)).reshape(n, width)
+            fill = partial(_take, values)
+        step = max(1, STAGING // max(1, width * out.dtype.itemsize))
+        for a in range(0, n, step):
+            b = min(a + step, n)
+            rows = np.arange(a, b) if part.rows is None else part.rows[a:b]
+            self.pieces.append(_Piece(partial(fill, rows), out[a:b]))
+
+    def _read(self, name: str, rows: np.ndarray, out: np.ndarray) -> None:
+        """Rows of a stored tensor, [len(rows), width], in the type of `out`."""
+        stored = self._checkpoint.view(name).dtype  # uint16 holds BF16 bits, uint8 FP8 bits
+        same_bits = (stored, out.dtype.itemsize) in ((np.uint16, 2), (np.uint8, 1))
+        raw = out.view(stored) if same_bits else np.empty(out.shape, stored)
+        cuts = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]  # between two, rows lie side by side
+        for a, b in pairwise(cuts):
+            self._checkpoint.read(name, int(rows[a]) * raw[0].nbytes, raw[a:b])
+        if not same_bits:
+            out[...] = float32(raw)
+
+    def _is_fp8(self, part: Part) -> bool:
+        return self._checkpoint.tensors[self._names[part.tensor]].dtype == "F8_E4M3"
 
     def _scale(self, part: Part) -> np.ndarray:
         name = next(self._names[s] for s in scale_names(part.tensor) if s in self._names)
@@ -143,57 +177,40 @@ def _block_rows(rows: np.ndarray) -> np.ndarray | None:
     return blocks[:, 0] // BLOCK if inside.all() and (blocks[:, 0] % BLOCK == 0).all() else None
 
 
-class _Copiers:
-    """Threads that convert rows into pinned buffers and queue their copies; they end with the `with` block.
+def _copied(pieces: deque[_Piece]) -> Iterator[int]:
+    """Brings the pieces to the GPU by several threads, and takes them away; now and then the bytes that are there.
 
-    nbytes: what they will copy in all; little needs few of them, and pinned memory takes long to get
-    """
+    Raises what filling one raised."""
+    nbytes = sum(int(piece.out.nbytes) for piece in pieces)
+    threads = max(1, min(COPIERS, os.cpu_count() or 1, nbytes // STAGING))  # pinned memory takes long to get
+    staging, there = [device.Staging(STAGING) for _ in range(2 * threads)], [0] * threads
 
-    def __init__(self, nbytes: int) -> None:
-        threads = max(1, min(COPIERS, os.cpu_count() or 1, nbytes // STAGING))
-        self._pool = ThreadPoolExecutor(threads)
-        self._staging = [device.Staging(STAGING) for _ in range(2 * threads)]
-        self._free = deque(self._staging)
-        self._pending: list[Future[int]] = []
+    def copy(thread: int) -> None:
+        for buffer in cycle(staging[2 * thread : 2 * thread + 2]):
+            try:
+                piece = pieces.popleft()
+            except IndexError:
+                return
+            view = buffer.view(piece.out.shape, piece.out.dtype)
+            piece.fill(view)
+            buffer.copy_to(piece.out)
+            there[thread] += int(piece.out.nbytes)
 
-    def __enter__(self) -> _Copiers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-        for staging in self._staging:
-            staging.wait()
-
-    def copy(self, data: np.ndarray, order: np.ndarray | None, out: Array) -> None:
-        """Queues out[i] = data[order[i]] (order None: as they lie); both [n, width]."""
-        step = max(1, STAGING // max(1, data.shape[1] * out.dtype.itemsize))
-        for a in range(0, len(data), step):
-            rows = slice(a, min(a + step, len(data)))
-            self._pending.append(self._pool.submit(self._one, data, rows if order is None else order[rows], out[rows]))
-
-    def finish(self) -> Iterator[int]:
-        """Waits for every copy queued; gives the bytes of each. Raises what a copy raised."""
-        for future in self._pending:
-            yield future.result()
-
-    def _one(self, data: np.ndarray, rows: slice | np.ndarray, out: Array) -> int:
-        staging = self._free.popleft()  # the one that was used longest ago; there are more than threads
-        try:
-            view = staging.view(out.shape, out.dtype)
-            _convert(data[rows], view)
-            staging.copy_to(out)
-        finally:
-            self._free.append(staging)
-        return int(out.nbytes)
+    with ExitStack() as last:  # undone backwards: after a failure the other threads end, then their copies
+        for buffer in staging:
+            last.callback(buffer.wait)
+        pool = last.enter_context(ThreadPoolExecutor(threads))
+        last.callback(pieces.clear)
+        waiting = {pool.submit(copy, thread) for thread in range(threads)}
+        while waiting:
+            done, waiting = wait(waiting, timeout=0.05, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            yield sum(there)
 
 
-def _convert(rows: np.ndarray, out: np.ndarray) -> None:
-    """Stored rows (uint16 holds BF16 bits, uint8 FP8 bits) in the type of `out`."""
-    same_bits = (rows.dtype, out.dtype.itemsize) in ((np.uint16, 2), (np.uint8, 1))
-    if same_bits:
-        out.view(rows.dtype)[...] = rows
-    else:
-        out[...] = float32(rows)
+def _take(values: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
+    out[...] = values[rows]
 
 
 def _equal(a: Array, b: Array) -> bool:

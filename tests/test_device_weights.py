@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from boleinfer import device, device_weights, models, random_weights, weights
 from boleinfer.config import read_config
 from boleinfer.device import Fp8
 from boleinfer.published import PUBLISHED, published
+from boleinfer.weights import WeightsError
 from tests.checkpoints import joined_panels, plausible_checkpoint, tiny_config, write_model
 from tests.published import stored
 
@@ -44,6 +46,28 @@ def test_the_same_numbers_as_on_numpy(tmp_path, gpu, monkeypatch, family, act, k
         assert got.dtype == (act if matrix else FLOAT) and got.flags.c_contiguous, name
         np.testing.assert_array_equal(got, want[name].astype(got.dtype), err_msg=name)
     assert (found["lm_head"] is found["embed_tokens"]) == (want["lm_head"] is want["embed_tokens"])
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_file_that_is_cut_short_meanwhile(tmp_path, gpu, monkeypatch, cut):
+    """Whoever reads it says so, and all others stop; also where files are read by their mapping alone, unharmed."""
+    folder = plausible_checkpoint(tmp_path, "qwen3_5", "BF16")
+    want = on_gpu(folder, BF16)
+    if not cut:
+        monkeypatch.delattr(os, "preadv")
+        found = on_gpu(folder, BF16)
+        assert all(np.array_equal(device.download(array), device.download(want[name])) for name, array in found.items())
+        return
+    copied = device_weights._copied
+
+    def after_the_cut(pieces):
+        for file in folder.glob("*.safetensors"):
+            os.truncate(file, file.stat().st_size // 2)
+        return copied(pieces)
+
+    monkeypatch.setattr(device_weights, "_copied", after_the_cut)
+    with pytest.raises(WeightsError, match="cut short while it was read"):
+        on_gpu(folder, BF16)
 
 
 def fp8_checkpoint(folder, family, **changed):
