@@ -19,29 +19,91 @@ constexpr int Vt = V;
 #include "gdn_inputs.cuh"
 #include "gdn_row.cuh"
 
-constexpr int EARLY_RING = 1, HELD_RING = 2;  // of a group's ring entries
+constexpr int HELD_RING = 2;  // of a group's ring entries those in registers: of 32, all
 
 struct Shared {
   RowMemory row;
-  Act x[2][K];                // q, k
+  Act x[2][K];                  // q, k
   float taps[(2 * K + V) * W];  // of q, k, v
 };
 
-// Starts copying the lane's taps of a head.
-template <int WIDTH>
-__device__ __forceinline__ void fetch_taps(float* to, const float* taps) {
-  Share<WIDTH, NEAR>().each([&](int, int c) {
+// A value head of a request, its first entries of what is remembered.
+struct Head {
+  const float *S, *ring_u, *ring_g;
+  const Act *ring_k, *window;
+  int ring, Hk, Hv;  // filled entries; pitches
+};
+
+// A thread's part of what is remembered, in registers.
+struct Held {
+  Pack<float, 4> state[EACH][EACH_KEYS], u[EACH][HELD_RING];
+  Pack<Act, PIECE> key[PIECES];  // of the entry that the thread takes first
+
+  __device__ __forceinline__ void read_state(const Head& head, const Member& me) {
 #pragma unroll
-    for (int i = 0; i < NEAR * W; i += 4) cp_async16(to + c * W + i, taps + c * W + i, true);
-  });
-  cp_async_commit();
-}
+    for (int e = 0; e < EACH; e++) {
+#pragma unroll
+      for (int j = 0; j < EACH_KEYS; j++) {
+        if (me.is) state[e][j] = load_once<4>(head.S + ((me.group + e) * EACH_KEYS + j) * V + me.column);
+      }
+    }
+  }
+  // The j-th entries of the thread's groups.
+  __device__ __forceinline__ void read_u(const Head& head, const Member& me, int j) {
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      if (me.is && me.group + e + GROUPS * j < head.ring) u[e][j] = u_of(head, me, e, j);
+    }
+  }
+  __device__ __forceinline__ void read_key(const Head& head) {
+#pragma unroll
+    for (int p = 0; p < PIECES; p++) {
+      if (threadIdx.x / 8 < head.ring) key[p] = key_of(head, threadIdx.x / 8, p);
+    }
+  }
+  static __device__ __forceinline__ Pack<float, 4> u_of(const Head& head, const Member& me, int e, int j) {
+    return load<4>(head.ring_u + (long long)(me.group + e + GROUPS * j) * head.Hv * V + me.column);
+  }
+  static __device__ __forceinline__ Pack<Act, PIECE> key_of(const Head& head, int i, int p) {
+    return load<PIECE>(head.ring_k + (long long)i * head.Hk * K + threadIdx.x % 8 * PIECE + 8 * PIECE * p);
+  }
+};
 
 // Starts bringing `bytes` at p, both multiples of 16, from memory into L2.
-__device__ __forceinline__ void prefetch_all(const void* p, int bytes) {
+__device__ __forceinline__ void prefetch_run(const void* p, int bytes) {
 #if !defined(EMULATED) && __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "r"(bytes) : "memory");
 #endif
+}
+
+// The same of all that is remembered of a head, but for the window. By one warp.
+__device__ __forceinline__ void prefetch_head(const Head& head) {
+  const int lane = threadIdx.x % WARP;
+  if (lane == 0) prefetch_run(head.S, K * V * sizeof(float));
+  for (int i = lane; i < head.ring; i += WARP) {
+    prefetch_run(head.ring_u + (long long)i * head.Hv * V, V * sizeof(float));
+    prefetch_run(head.ring_k + (long long)i * head.Hk * K, K * sizeof(Act));
+  }
+}
+
+// y = silu(conv) of a head of WIDTH channels, by one warp. Taps and window are on their way before the previous kernel is
+// done; `row` and `window` begin with the head, `pitch` is that of the window's entries, `more` is read with the row.
+template <int WIDTH, class More>
+__device__ __forceinline__ void convolve_row(float (&y)[Share<WIDTH, NEAR>::EACH][NEAR], float* own_taps, const float* taps,
+                                             const Act* window, int pitch, const Act* row, More more) {
+  Pack<Act, NEAR> x[W][Share<WIDTH, NEAR>::EACH];
+  Share<WIDTH, NEAR>().each([&](int, int c) {
+#pragma unroll
+    for (int i = 0; i < NEAR * W; i += 4) cp_async16(own_taps + c * W + i, taps + c * W + i, true);
+  });
+  cp_async_commit();
+#pragma unroll
+  for (int j = 0; j < W - 1; j++) read_inputs<WIDTH, NEAR>(x[j], window + j * pitch);
+  after_previous();
+  read_inputs<WIDTH, NEAR>(x[W - 1], row);
+  more();
+  cp_async_wait<0>();
+  convolve<WIDTH, NEAR>(y, x, [&](int e) { return load<NEAR * W>(own_taps + Share<WIDTH, NEAR>().channel(e) * W); });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, HALF ? 2 : 1) gdn_token(
@@ -71,137 +133,90 @@ extern "C" __global__ void __launch_bounds__(THREADS, HALF ? 2 : 1) gdn_token(
     float eps)
 {
   __shared__ Shared m;
-  const int b = blockIdx.x / Hv, h = blockIdx.x % Hv, key_head = h / (Hv / Hk);
-  const int row = start[b];
-  if (start[b + 1] == row) {
+  const int ratio = Hv / Hk, channels = 2 * Hk * K + Hv * V, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+  const auto head_of = [&](int block) {
+    const int b = block / Hv, h = block % Hv;
+    const long long s = slot[b], entry = s * C;
+    return Head{S + (s * Hv + h) * K * V, ring_u + (entry * Hv + h) * V, ring_g + entry * Hv + h,
+                ring_k + (entry * Hk + h / ratio) * K, window + s * (W - 1) * channels, length[s], Hk, Hv};
+  };
+  const auto in_use = [&](int block) { return start[block / Hv + 1] > start[block / Hv]; };
+  if (!in_use(blockIdx.x)) {
     if (blockIdx.x == 0) after_previous();  // one block has to
     return;
   }
-  const long long s = slot[b], entry = s * C;
-  const int ring = length[s];
+  const int row = start[blockIdx.x / Hv], h = blockIdx.x % Hv, key_head = h / ratio, later = blockIdx.x + Ahead;
+  const Head head = head_of(blockIdx.x);
   const Member me;
-
-  // the state, the ring
-  const float* own = S + (s * Hv + h) * K * V + me.column;
-  const float* own_u = ring_u + (entry * Hv + h) * V + me.column;
-  const Act* own_k = ring_k + (entry * Hk + key_head) * K + threadIdx.x % 8 * PIECE;
-  Pack<float, 4> state[EACH][EACH_KEYS], held_u[EACH][HELD_RING];
-  Pack<Act, PIECE> early_k[PIECES];
-  const auto hold = [&](int first, int last) {
-#pragma unroll
-    for (int e = 0; e < EACH; e++) {
-#pragma unroll
-      for (int j = 0; j < HELD_RING; j++) {
-        const int i = me.group + e + GROUPS * j;
-        if (j >= first && j < last && me.is && i < ring) held_u[e][j] = load<4>(own_u + (long long)i * Hv * V);
-      }
-    }
-  };
-#pragma unroll
-  for (int e = 0; e < EACH; e++) {
-#pragma unroll
-    for (int j = 0; j < EACH_KEYS; j++) {
-      if (me.is) state[e][j] = load_once<4>(own + ((me.group + e) * EACH_KEYS + j) * V);
-    }
-  }
-  hold(0, EARLY_RING);
-#pragma unroll
-  for (int p = 0; p < PIECES; p++) {
-    const int i = threadIdx.x / 8;
-    if (i < ring) early_k[p] = load<PIECE>(own_k + (long long)i * Hk * K + 8 * PIECE * p);
-  }
-  const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-
-  // the same of a block to come
-  const int later = blockIdx.x + Ahead;
-  if (warp == WARPS - 1 && later < gridDim.x && start[later / Hv + 1] > start[later / Hv]) {
-    const long long place = slot[later / Hv], head = later % Hv;
-    if (lane == 0) prefetch_all(S + (place * Hv + head) * K * V, K * V * sizeof(float));
-    for (int i = lane; i < length[place]; i += WARP) {
-      prefetch_all(ring_u + ((place * C + i) * Hv + head) * V, V * sizeof(float));
-      if (head % (Hv / Hk) == 0) prefetch_all(ring_k + ((place * C + i) * Hk + head / (Hv / Hk)) * K, K * sizeof(Act));
-    }
-  }
+  Held held;
+  held.read_state(head, me);
+  held.read_u(head, me, 0);
+  held.read_key(head);
+  if (warp == WARPS - 1 && later < gridDim.x && in_use(later)) prefetch_head(head_of(later));
 
   // q, k, v, gates
-  const int channels = 2 * Hk * K + Hv * V;
   const Act* inputs = qkvz + (long long)row * (channels + Hv * V);
-  const Act* past = window + s * (W - 1) * channels;
+  const float* gates = ba + 2ll * row * Hv + h;
   constexpr int OF_V = Share<V, NEAR>::EACH;
   float v[OF_V][NEAR], gate[OF_V][NEAR], beta;
   if (warp < 2) {
-    constexpr int OF_K = Share<K, NEAR>::EACH;
-    const int head = (warp * Hk + key_head) * K;
-    float *own_taps = m.taps + warp * K * W, y[OF_K][NEAR];
-    Pack<Act, NEAR> x[W][OF_K];
-    fetch_taps<K>(own_taps, taps + head * W);
-#pragma unroll
-    for (int j = 0; j < W - 1; j++) read_inputs<K, NEAR>(x[j], past + j * channels + head);
-    after_previous();
-    read_inputs<K, NEAR>(x[W - 1], inputs + head);
-    cp_async_wait<0>();
-    convolve<K, NEAR>(y, x, [&](int e) { return load<NEAR * W>(own_taps + Share<K, NEAR>().channel(e) * W); });
-    give_length<K, NEAR>(y, warp == 0 ? 1.0f / sqrtf(K) : 1.0f);
+    const int first = (warp * Hk + key_head) * K;
+    float x[Share<K, NEAR>::EACH][NEAR];
+    convolve_row<K>(x, m.taps + warp * K * W, taps + first * W, head.window + first, channels, inputs + first, [] {});
+    give_length<K, NEAR>(x, warp == 0 ? 1.0f / sqrtf(K) : 1.0f);
     if (lane < Share<K, NEAR>::LANES) {
-      write_head<K, NEAR>(m.x[warp], y);
-      if (warp == 1 && h % (Hv / Hk) == 0) write_head<K, NEAR>(k + ((long long)row * Hk + key_head) * K, y);
+      write_head<K, NEAR>(m.x[warp], x);
+      if (warp == 1 && h % ratio == 0) write_head<K, NEAR>(k + ((long long)row * Hk + key_head) * K, x);
     }
   } else if (warp == 2) {
-    const int head = 2 * Hk * K + h * V;
-    float* own_taps = m.taps + 2 * K * W;
+    const int first = 2 * Hk * K + h * V;
     Pack<float, NEAR> gain[OF_V];
-    Pack<Act, NEAR> x[W][OF_V], z[OF_V];
-    fetch_taps<V>(own_taps, taps + head * W);
+    Pack<Act, NEAR> z[OF_V];
     Share<V, NEAR>().each([&](int e, int c) { gain[e] = load<NEAR>(norm + c); });
-#pragma unroll
-    for (int j = 0; j < W - 1; j++) read_inputs<V, NEAR>(x[j], past + j * channels + head);
-    after_previous();
-    read_inputs<V, NEAR>(x[W - 1], inputs + head);
-    read_inputs<V, NEAR>(z, inputs + channels + h * V);
-    beta = sigmoid(ba[2ll * row * Hv + h]);
-    cp_async_wait<0>();
-    convolve<V, NEAR>(v, x, [&](int e) { return load<NEAR * W>(own_taps + Share<V, NEAR>().channel(e) * W); });
+    convolve_row<V>(v, m.taps + 2 * K * W, taps + first * W, head.window + first, channels, inputs + first, [&] {
+      read_inputs<V, NEAR>(z, inputs + channels + h * V);
+      beta = sigmoid(gates[0]);
+    });
     gate_of(gate, gain, z);
   } else if (warp == 3) {
     float past_g[2];
-    read_decays(past_g, ring_g + entry * Hv + h, ring, Hv);
-    const Decays decays(past_g, ring);
+    read_decays(past_g, head.ring_g, head.ring, Hv);
+    const Decays decays(past_g, head.ring);
     const float A = A_log[h], bias = dt_bias[h];
     after_previous();
-    const float own_g = log_decay(ba[2ll * row * Hv + Hv + h], A, bias);
+    const float own_g = log_decay(gates[Hv], A, bias);
     if (lane == 0) g[(long long)row * Hv + h] = own_g;
-    decays.fades(m.row, ring, clamped(own_g));
+    decays.fades(m.row, head.ring, clamped(own_g));
+  } else {
+    after_previous();
   }
   __syncthreads();
 
+  // u, o
   RowSums sum;
-  sum_state(sum, me, m.x[0], m.x[1], [&](int e, int j) { return state[e][j]; });
-  hold(EARLY_RING, HELD_RING);
-  score_ring(m.row, m.x[0], m.x[1], ring, [&](int i, int p) {
-    return i < SCORED ? early_k[p] : load<PIECE>(own_k + (long long)i * Hk * K + 8 * PIECE * p);
+  sum_state(sum, me, m.x[0], m.x[1], [&](int e, int j) { return held.state[e][j]; });
+  held.read_u(head, me, 1);  // where the state was
+  score_ring(m.row, m.x[0], m.x[1], head.ring, [&](int i, int p) {
+    return i < SCORED ? held.key[p] : held.key_of(head, i, p);
   });
   __syncthreads();
-  share_sums(m.row, sum, me, ring, [&](int e, int j) {
-    return j < HELD_RING ? held_u[e][j] : load<4>(own_u + (long long)(me.group + e + GROUPS * j) * Hv * V);
+  share_sums(m.row, sum, me, head.ring, [&](int e, int j) {
+    return j < HELD_RING ? held.u[e][j] : held.u_of(head, me, e, j);
   });
   __syncthreads();
+  if (warp != 2) return;
+  const Share<V, NEAR> own;
+  const long long at = ((long long)row * Hv + h) * V;
+  const bool used = lane < own.LANES;
+  Pack<float, NEAR> factor;
+  float o[OF_V][NEAR];
+#pragma unroll
+  for (int i = 0; i < NEAR; i++) v[0][i] = to_float(from_float<Act>(v[0][i]));
+  solve_row(o[0], factor.v, m.row, v[0], beta, head.ring, own.first);
+  if (used) store<NEAR>(u + at + own.first, factor);
 
-  if (warp == 2) {
-    const Share<V, NEAR> share;
-    const bool used = lane < share.LANES;
-    float o[OF_V][NEAR], factor[OF_V][NEAR];
+  // y
 #pragma unroll
-    for (int i = 0; i < NEAR; i++) v[0][i] = to_float(from_float<Act>(v[0][i]));
-    solve_row(o[0], factor[0], m.row, v[0], beta, ring, share.first);
-#pragma unroll
-    for (int i = 0; i < NEAR; i++) o[0][i] = to_float(from_float<Act>(o[0][i]));
-    const long long at = ((long long)row * Hv + h) * V;
-    if (used) {
-      Pack<float, NEAR> pack;
-#pragma unroll
-      for (int i = 0; i < NEAR; i++) pack.v[i] = factor[0][i];
-      store<NEAR>(u + at + share.first, pack);
-    }
-    norm_head<NEAR>(y + at, o, gate, eps, used);
-  }
+  for (int i = 0; i < NEAR; i++) o[0][i] = to_float(from_float<Act>(o[0][i]));
+  norm_head<NEAR>(y + at, o, gate, eps, used);
 }

@@ -5,12 +5,12 @@
 
 constexpr int NEAR = 4;  // neighbours that a lane moves at once where widths and addresses allow it
 
-// N neighbours at a multiple of their size, up to 16 bytes, in one access.
+// N neighbours at a multiple of their size, up to 16 bytes, in one access, of what nobody writes meanwhile.
 template <int N, class T>
 __device__ __forceinline__ Pack<T, N> read(const T* p) {
   if constexpr (sizeof(T) * N == 8) {
     Pack<T, N> pack;
-    const uint2 word = *reinterpret_cast<const uint2*>(p);
+    const unsigned long long word = __ldg(reinterpret_cast<const unsigned long long*>(p));
     memcpy(&pack, &word, 8);
     return pack;
   } else {
@@ -21,9 +21,9 @@ __device__ __forceinline__ Pack<T, N> read(const T* p) {
 template <int N, class T>
 __device__ __forceinline__ void write(T* p, const Pack<T, N>& pack) {
   if constexpr (sizeof(T) * N == 8) {
-    uint2 word;
+    unsigned long long word;
     memcpy(&word, &pack, 8);
-    *reinterpret_cast<uint2*>(p) = word;
+    *reinterpret_cast<unsigned long long*>(p) = word;
   } else {
     store<N>(p, pack);
   }
@@ -68,7 +68,7 @@ struct Share {
   // Over all channels, of what each lane has of them. By all lanes of a warp; every lane gets the same bits.
   static __device__ __forceinline__ float sum(float x) {
 #pragma unroll
-    for (int lane = LANES / 2; lane > 0; lane /= 2) x += __shfl_xor_sync(ALL_LANES, x, lane);
+    for (int lane = 1; lane < LANES; lane *= 2) x += __shfl_xor_sync(ALL_LANES, x, lane);
     return x;
   }
 };

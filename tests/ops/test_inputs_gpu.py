@@ -147,7 +147,7 @@ def test_rows_without_a_request_change_nothing_and_no_row_depends_on_its_company
 @pytest.mark.parametrize("act", ACTS)
 def test_one_row_has_the_bits_that_it_has_among_many(gpu, act):
     rng = np.random.default_rng(2)
-    case = gdn_inputs._inputs_case([[-1] * 40], 2, 64, 2, 128, 4)
+    case = gdn_inputs._inputs_case([[-1] * 80], 2, 64, 2, 128, 4)
     given = rounded(case.build(rng), act, case.wide)
     many = downloaded(gdn_inputs.gdn_inputs(**uploaded(given)))
     one = {**given, "qkvz": given["qkvz"][7:8], "ba": given["ba"][7:8]}
