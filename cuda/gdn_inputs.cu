@@ -16,9 +16,10 @@
 
 constexpr int MOST_ROWS = 32;  // of a block
 
-// A row's inputs by taps, the oldest first: rows of the forest, then of the window; null where it has no request.
+// A row's inputs by taps, the oldest first: entries of the window, then rows of the forest. Without a request, its own.
 struct Sources {
   const Act* of[MOST_ROWS][W];
+  bool used[MOST_ROWS];
 };
 
 // One head of WIDTH channels from channel `head` on, to rows of Ldout numbers; of that length where it is not 0.
@@ -32,17 +33,14 @@ __device__ __forceinline__ void convolve_rows(const Sources& sources, int rows, 
   after_previous();
 #pragma unroll 1
   for (int begin = threadIdx.x / WARP * (WARP / LANES); begin < rows; begin += groups) {  // the warp's first row
-    const int row = begin + threadIdx.x % WARP / LANES;
-    const bool used = row < rows && sources.of[row][0];
-    Pack<Act, N> x[W][EACH] = {};
+    const int row = min(begin + threadIdx.x % WARP / LANES, rows - 1);  // groups that have none do the last again
+    Pack<Act, N> x[W][EACH];
 #pragma unroll
-    for (int j = 0; j < W; j++) {
-      if (used) read_inputs<WIDTH, N>(x[j], sources.of[row][j] + head);
-    }
+    for (int j = 0; j < W; j++) read_inputs<WIDTH, N>(x[j], sources.of[row][j] + head);
     float y[EACH][N];
     convolve<WIDTH, N>(y, x, [&](int e) { return tap[e]; });
     if (length != 0.0f) give_length<WIDTH, N>(y, length);
-    if (used) write_head<WIDTH, N>(out + (long long)row * Ldout, y);
+    if (sources.used[row]) write_head<WIDTH, N>(out + (long long)row * Ldout, y);
   }
 }
 
@@ -96,19 +94,14 @@ extern "C" __global__ void __launch_bounds__(128, W > 4 ? 4 : 8) gdn_inputs(
   const int Cc = 2 * Hk * K + Hv * V, Ldx = Cc + Hv * V;
   for (int i = threadIdx.x; i < rows; i += blockDim.x) {
     const int b = request[first + i];
-    const Act* past = b < 0 ? nullptr : window + (slot[b] * (W - 1ll) + (W - 1)) * Cc;  // behind its last entry
+    const Act* past = window + ((b < 0 ? 0ll : slot[b]) * (W - 1) + (W - 1)) * Cc;  // behind its last entry
     int at = first + i;
 #pragma unroll
     for (int j = W - 1; j >= 0; j--) {
-      if (b < 0) {
-        sources.of[i][j] = nullptr;
-      } else if (at >= 0) {
-        sources.of[i][j] = qkvz + (long long)at * Ldx;
-        at = parent[at];
-      } else {
-        sources.of[i][j] = past -= Cc;
-      }
+      sources.of[i][j] = at >= 0 ? qkvz + (long long)at * Ldx : past -= Cc;
+      if (b >= 0 && at >= 0) at = parent[at];
     }
+    sources.used[i] = b >= 0;
   }
   __syncthreads();
   if (K % NEAR == 0 && V % NEAR == 0 && aligned16(qkvz, window, q, k, v)) {
