@@ -24,6 +24,8 @@ class CostTable:
     rows, batch, context: what was measured, each rising. A step of fewer rows than requests stands for as many rows
     seconds: float64 [rows, batch, context]
     stairs:  a step takes what the next larger size in `rows` takes, as captured graphs do; else lines between them
+    single:  the same of steps in which every request has one row, float64 [batch, context]; None: nothing is special
+             about them
     drafts:  by the number of each of the GPU's own ways to draft, the seconds that it adds, float64 [batch]
     """
 
@@ -33,6 +35,7 @@ class CostTable:
     seconds: np.ndarray
     stairs: bool = False
     drafts: dict[int, np.ndarray] = field(default_factory=dict)
+    single: np.ndarray | None = None
     _known: dict[tuple[int, int], np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -40,10 +43,11 @@ class CostTable:
             if not at or list(at) != sorted(set(at)) or at[0] < 0:
                 raise ValueError(f"a table of costs needs rising {name}, got {at}")
         shape = (len(self.rows), len(self.batch), len(self.context))
-        for array, expected in ((self.seconds, shape), *((d, shape[1:2]) for d in self.drafts.values())):
+        single = () if self.single is None else ((self.single, shape[1:]),)
+        for array, expected in ((self.seconds, shape), *single, *((d, shape[1:2]) for d in self.drafts.values())):
             if array.shape != expected or not np.isfinite(array).all() or (array < 0).any():
                 raise ValueError(f"a table of costs needs {expected} finite seconds, got {array.shape}: {array}")
-        if (self.seconds <= 0).any():
+        if (self.seconds <= 0).any() or (self.single is not None and (self.single <= 0).any()):
             raise ValueError("a table of costs with steps that take no time")
         smooth = self.seconds
         for axis in range(3):  # more of anything takes no less
@@ -72,6 +76,9 @@ class CostTable:
             at = _along(by_context, 1, self.batch, batch, beyond=False)  # [rows]
             rows = np.arange(self.most + 1)
             on = at[np.searchsorted(self.rows, rows)] if self.stairs else np.interp(rows, self.rows, at)
+            if self.single is not None and batch <= self.most:
+                alone = _along(self.single, 1, self.context, context, beyond=True)
+                on[batch] = min(on[batch], _along(alone, 0, self.batch, batch, beyond=False))
             self._known[batch, context] = np.append(on, np.inf)
         return self._known[batch, context]
 
@@ -121,13 +128,15 @@ class CostFiles:
                 np.asarray(table["seconds"], np.float64),
                 bool(table["stairs"]),
                 {int(way): np.asarray(s, np.float64) for way, s in table["drafts"].items()},
+                None if table["single"] is None else np.asarray(table["single"], np.float64),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
     def put(self, key: dict[str, Any], table: CostTable) -> None:
         """Keeps the table, in one go."""
-        fields = {name: getattr(table, name) for name in ("rows", "batch", "context", "seconds", "stairs", "drafts")}
+        names = ("rows", "batch", "context", "seconds", "stairs", "drafts", "single")
+        fields = {name: getattr(table, name) for name in names}
         content: dict[str, Any] = {"key": _plain(key), "table": _plain(fields)}
         content["sha256"] = _digest([content["key"], content["table"]])
         try:

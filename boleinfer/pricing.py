@@ -105,12 +105,19 @@ def measure(executor: Executor, o: Options, limit_s: float = LIMIT_S) -> CostTab
         few, many = (grown(size, B, T) for size in ends)  # to rows between these in proportion
         part = (n - ends[0]) / max(1, ends[1] - ends[0])
         seconds[i, j, k] = least[_Cell(n, B, short)] + few + part * (many - few)
+    single = np.asarray(
+        [[least.get(_Cell(B, B, short), np.inf) + grown(ends[0], B, T) for T in contexts] for B in batches]
+    )
+    known = gpu and bool(np.isfinite(single).all())
+    tree = (
+        max(0.0, least[_Cell(sizes[0], 1, short)] - single[0, 0]) if known else 0.0
+    )  # single rows have kernels of their own
     added = {
-        way: np.asarray([max(0.0, least[_Cell(B, B, short, way)] - least[_Cell(B, B, short)]) for B in batches])
+        way: np.asarray([max(0.0, least[_Cell(B, B, short, way)] - least[_Cell(B, B, short)] - tree) for B in batches])
         for way in range(1, 1 + len(executor.depths))
         if all(_Cell(B, B, short, way) in least for B in batches)
     }
-    return CostTable(tuple(sizes), tuple(batches), tuple(contexts), seconds, gpu, added)
+    return CostTable(tuple(sizes), tuple(batches), tuple(contexts), seconds, gpu, added, single if known else None)
 
 
 class _Cell(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,6 +29,12 @@ def test_between_and_beyond_what_was_measured():
     assert (t.draft_s(1, 5), t.draft_s(1, 99), t.draft_s(2, 5)) == (6.0, 10.0, 0.0)
 
 
+def test_single_rows_have_a_price_of_their_own():
+    t = replace(table(stairs=True), single=np.asarray([[1.0, 2.0], [5.0, 6.0]]))
+    assert t.one_s(1, 1, 96) == pytest.approx(1.0) and t.one_s(2, 1, 96) == table(stairs=True).one_s(2, 1, 96)
+    assert t.one_s(5, 5, 608) == pytest.approx(3.0 + 508 / 1000) and t.one_s(6, 5, 608) == pytest.approx(19.08)
+
+
 def test_more_of_anything_takes_no_less():
     noisy = CostTable((1, 2), (1, 2), (0, 9), np.asarray([[[3.0, 2.0], [2.5, 4.0]], [[1.0, 5.0], [6.0, 1.0]]]))
     for axis in range(3):
@@ -46,7 +53,7 @@ def test_what_is_no_table_is_refused(wrong):
 def test_kept_under_its_key(tmp_path):
     files, key = CostFiles(tmp_path / "costs"), {"gpu": "H200", "shape": (1, 2)}
     assert files.get(key) is None
-    files.put(key, table(stairs=True))
+    files.put(key, replace(table(stairs=True), single=np.ones((2, 2))))
     found = CostFiles(tmp_path / "costs").get(key)
     assert found is not None and found.stairs and found.rows == (8, 16, 64)
     np.testing.assert_array_equal(found.seconds, table().seconds)
