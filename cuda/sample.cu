@@ -118,8 +118,8 @@ __device__ double bound_of_largest(const Row& row, const Scratch& s, int k) {
   return bound == 0 ? -inf() : __uint_as_float(bound >> 31 ? bound & ~(1u << 31) : ~bound);
 }
 
-// Narrows the row to its k largest numbers where these are few; else returns false.
-__device__ bool keep_few(Row& row, Scratch& s, int k, double largest) {
+// Puts the row's k largest numbers into s.few, by rising id, where they can be found among few; else returns false.
+__device__ bool keep_few(const Row& row, Scratch& s, int k, double largest) {
   const double bound = bound_of_largest(row, s, k);
   const Word lo = ordered(bound), hi = ordered(largest) + 1;
   const int m = collect(row.from(bound), s, lo, hi, [](int, double x) { return ordered(x); });
@@ -133,20 +133,48 @@ __device__ bool keep_few(Row& row, Scratch& s, int k, double largest) {
     s.few_id[at] = s.place[i];
   }
   __syncthreads();
-  row.few = s.few;
-  row.few_id = s.few_id;
-  row.tops = nullptr;
-  row.n = k;
   return true;
+}
+
+// `draw` of the n numbers in s.few, one a thread. Sums go by rising id, so these are NumPy's.
+__device__ int draw_few(Scratch& s, int n, const double* numbers, double largest, double u) {
+  const double temperature = numbers[0], top_p = numbers[1], min_p = numbers[2];
+  const int i = threadIdx.x;
+  const auto share = [&](double mine) {
+    __syncthreads();
+    if (i < n) s.chunk[i] = mine;
+    __syncthreads();
+  };
+  double w = i < n ? exp((s.few[i] - largest) / temperature) : 0.0;
+  share(w);
+  double total = 0.0, above = 0.0;  // of all; of larger weights, and of equal ones with lower ids
+  for (int j = 0; j < n; j++) {
+    const double other = s.chunk[j];
+    total += other;
+    if (other > w || (other == w && j < i)) above += other;
+  }
+  const bool kept = (top_p >= 1.0 || above < fmax(top_p * total, from_bits(1))) && w >= min_p;
+  w = kept ? w : 0.0;
+  share(w);
+  double until = 0.0;
+  total = 0.0;
+  for (int j = 0; j < n; j++) {
+    total += s.chunk[j];
+    if (j == i) until = total;
+  }
+  const int at = block_all<Smaller>(i < n && until > u * total ? i : LAST);
+  if (at < LAST) return s.few_id[at];
+  return s.few_id[block_all<Smaller>(i < n && until >= total ? i : LAST)];  // the product was rounded up to the whole
 }
 
 // The id at which the running sum of the kept weights, by rising id, passes u of the whole.
 __device__ int draw(
-    Row& row, Scratch& s, const Groups& groups, const double* numbers, int top_k, double largest, double u) {
+    const Row& row, Scratch& s, const Groups& groups, const double* numbers, int top_k, double largest, double u) {
   const double temperature = numbers[0], top_p = numbers[1], min_p = numbers[2], rate = 1.0 / temperature;
   const auto order = [](int, double x) { return ordered(x); };
   Threshold k_kept = {0, LAST}, p_kept = {0, LAST};
-  if (0 < top_k && top_k < row.n && !keep_few(row, s, top_k, largest)) {
+  if (0 < top_k && top_k < row.n) {
+    if (top_k <= FEW && keep_few(row, s, top_k, largest)) return draw_few(s, top_k, numbers, largest, u);
     const auto one = [](Word) { return 1.0; };
     k_kept = fewest(row, s, top_k, ordered(-inf()), ordered(largest) + 1, order, one, from_ordered);
   }
@@ -173,7 +201,7 @@ __device__ int draw(
   const bool all = top_k == 0 && top_p >= 1.0 && min_p <= 0.0;
   const double total = all ? whole_mass(row, s, groups, largest, rate) : chunk_masses(rest, s, kept);
   const double below = from_bits(bits_of(total) - 1);  // where the product is rounded up to the whole
-  return row.id(seek(rest, s, fmin(u * total, below), kept));
+  return seek(rest, s, fmin(u * total, below), kept);
 }
 
 // The path below the request's root and the end tokens that are forbidden here, into the table. Whether it is empty.

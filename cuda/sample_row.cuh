@@ -1,4 +1,4 @@
-// What a token is drawn from: a row of logits after bias, penalties and forbidden ids, or the few kept of it.
+// What a token is drawn from: a row of logits after bias, penalties and forbidden ids.
 // Definition: Sampler._adjusted in boleinfer/sampling.py; every number is the same bits, in double.
 #pragma once
 
@@ -60,32 +60,26 @@ struct Touched {
 };
 
 struct Row {
-  int n;                         // numbers: the vocabulary, or how many are kept
-  const float* logits;           // [n] where few is null
+  int n;                         // numbers
+  const float* logits;           // [n]
   const unsigned char* allowed;  // null: all
   const double* bias;            // null: none
   const int* seen;               // null: no penalty; -1 not seen, else how often in the output
   const Touched* touched;        // null: empty
   const double* penalties;       // repetition, presence, frequency
-  const double* few;  // [n] the kept numbers, null for the whole row
-  const int* few_id;  // [n] their ids, ascending
   const double* tops;  // the largest number of each chunk, null where they are not known
   int chunk;           // numbers of a chunk, a multiple of a warp's 128
   double least;        // smaller numbers need no visit, and NaN gets none
-  float about_least;   // at most that
 
   // The same row, of which only numbers from `bound` on matter.
   __device__ Row from(double bound) const {
     Row row = *this;
     row.least = bound;
-    row.about_least = float(bound - fabs(bound) * 1e-6);
     return row;
   }
 
-  __device__ int id(int place) const { return few ? few_id[place] : place; }
-
   // Whether the numbers are logits as they are, or -inf.
-  __device__ bool plain() const { return !few && !bias && !seen && !touched; }
+  __device__ bool plain() const { return !bias && !seen && !touched; }
 
   // A number of the row, from its logit or, where it is no token, -inf.
   __device__ double adjusted(int token, float logit) const {
@@ -121,13 +115,9 @@ struct Row {
     }
   }
 
-  // The numbers of a row that is not plain, at i .. i+3.
+  // The numbers of a row that is not plain, at i .. i+3. A function of its own: inline, this file takes three times as
+  // long to compile.
   __device__ __noinline__ void load4(int i, double (&x)[4]) const {
-    if (few) {
-#pragma unroll
-      for (int j = 0; j < 4; j++) x[j] = i + j < n ? few[i + j] : double(-inf());
-      return;
-    }
     float logit[4];
     load4(i, logit);
 #pragma unroll

@@ -10,7 +10,7 @@ constexpr int LAST = 0x7fffffff;
 
 struct Scratch {
   double top[CHUNKS];    // their largest numbers, NaN where a chunk holds one
-  double chunk[CHUNKS];  // their sums
+  double chunk[CHUNKS];  // their sums; or weights, of few numbers
   double lane_sum[WARP];  // of 32 chunks each
   double part[WARP][WAYS];
   double sums[WAYS];
