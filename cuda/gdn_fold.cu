@@ -128,10 +128,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn_fold(
     int C)
 {
   __shared__ __align__(16) Piece piece;
-  __shared__ int full[THREADS], found;  // requests to fold, in any order
+  __shared__ int full[THREADS], of_warp[WARPS];  // requests to fold, by rising number, and how many each warp found
   const int mine = min(int(threadIdx.x), B - 1), first = slot[mine] < 0 ? 0 : length[slot[mine]];  // most often all
-  const int slices = V / Vt * Hv * Layers;
-  if (threadIdx.x == 0) found = 0;
+  const int slices = V / Vt * Hv * Layers, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   after_previous();
   for (int from = 0; from < B; from += THREADS) {
     const int b = from + threadIdx.x, m = b < B ? count[b] : 0;
@@ -139,7 +138,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn_fold(
     const bool overflows = m > 0 && held + m > C;
     if (b < B && blockIdx.x == 0) at[b] = m > C ? -1 : overflows ? 0 : held;
     if (!__syncthreads_or(overflows)) continue;
-    if (overflows) full[atomicAdd(&found, 1)] = b;
+    const unsigned lanes = __ballot_sync(ALL_LANES, overflows);
+    if (lane == 0) of_warp[warp] = __popc(lanes);
+    __syncthreads();
+    int found = 0, place = __popc(lanes & ((1u << lane) - 1));
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      if (w < warp) place += of_warp[w];
+      found += of_warp[w];
+    }
+    if (overflows) full[place] = b;
     __syncthreads();
     for (int i = blockIdx.x; i < found * slices; i += gridDim.x) {
       const int v0 = i % (V / Vt) * Vt, h = i / (V / Vt) % Hv, layer = i / (V / Vt * Hv) % Layers, hk = h / (Hv / Hk);
@@ -150,8 +158,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn_fold(
                              m > C ? m : 0, Hk, Hv};
       fold(piece, source, S + (s * Hv + h) * K * V + v0, v0);
     }
-    __syncthreads();
-    if (threadIdx.x == 0) found = 0;
     __syncthreads();
   }
 }
