@@ -29,6 +29,7 @@ PRIOR_RATE, PRIOR_TRIES = 0.7, 4.0  # what is believed of a guess before any was
 ALIKE_TRIES = 24.0  # how firmly is foreseen what a way brings whose rate others share
 RECENT = 24.0  # steps after which a record counts a third
 PRIOR_LOOKUP = 0.05  # part of the requests for which something is found without the GPU's drafts, before any was asked
+AHEAD = 1.03  # how much faster plain decoding is taken to be than it looks: the host does its part meanwhile
 SURER = 1.03  # how much faster another way to draft must look
 EARLY, SETTLING = 16, 2  # steps that are all followed by a comparison of the ways, and of how many later ones one is
 STAY = 4  # comparisons before a way to draft that was chosen is left, except for one that was tried
@@ -273,6 +274,7 @@ class Budget:
     def _settle(self, news: StepNews, tried: int | None) -> None:
         """Goes over to the fastest way; one that was left, or tried in vain, has to wait."""
         before, speeds = self._best, [self.speed(i, news.batch, news.context) for i in range(len(self.ways))]
+        speeds[0] *= AHEAD
         fastest = int(np.argmax(speeds))
         self._held += 1
         surer = SURER if fastest else 1.0
