@@ -51,12 +51,17 @@ __device__ __forceinline__ void wait(Barrier& barrier, int parity) {
       "}" ::"r"(shared_address(&barrier)), "r"(parity) : "memory");
 }
 
-// Starts copying the box that begins at this row and k to a multiple of 1024 bytes; its bytes count at `full`.
+// Starts copying the box that begins at this row and k to a multiple of 1024 bytes; its bytes count at `full`. In L2 they
+// make room for others first where they are read ONCE (createpolicy's words for evict_normal and evict_first).
+constexpr unsigned long long KEPT = 0x1000000000000000ull, ONCE = 0x12f0000000000000ull;
+
 template <class T>
-__device__ __forceinline__ void load_tile(void* to, const TensorMap<T>& map, Barrier& full, int k, int row) {
+__device__ __forceinline__ void load_tile(
+    void* to, const TensorMap<T>& map, Barrier& full, int k, int row, unsigned long long policy = KEPT) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-          shared_address(to)), "l"(&map), "r"(shared_address(&full)), "r"(k), "r"(row)
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)), "l"(&map), "r"(shared_address(&full)), "r"(k), "r"(row),
+      "l"(policy)
       : "memory");
 }
 

@@ -20,8 +20,10 @@ inline void arrive(Barrier& barrier, SITE) { emulated::arrive(&barrier.arrivals,
 inline void arrive_expecting(Barrier& barrier, int bytes, SITE) { emulated::arrive(&barrier.arrivals, bytes, HERE); }
 inline void wait(Barrier& barrier, int parity, SITE) { emulated::wait(&barrier.arrivals, parity, HERE); }
 
+constexpr unsigned long long KEPT = 0, ONCE = 1;  // caches are not emulated
+
 template <class T>
-void load_tile(void* to, const TensorMap<T>& map, Barrier& full, int k, int row, SITE) {
+void load_tile(void* to, const TensorMap<T>& map, Barrier& full, int k, int row, unsigned long long = KEPT, SITE) {
   const long long column = k * (long long)sizeof(T);
   emulated::load_box(to, map.base, map.rows, map.row_bytes, map.pitch, map.box_rows, row, column, &full.arrivals, HERE);
 }
