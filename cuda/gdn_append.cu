@@ -32,7 +32,7 @@ template <int N, class T>
 __device__ int append(T* __restrict__ to, const T* __restrict__ from, const int* rows, int m, int width, int piece) {
   const int c = (piece * blockDim.x + threadIdx.x) * N;
   if (piece >= 0 && c < width) {
-#pragma unroll 4
+#pragma unroll 2
     for (int i = 0; i < m; i++) {
       store<N>(to + (long long)i * width + c, load<N>(from + (long long)rows[i] * width + c));
     }
