@@ -20,20 +20,23 @@ REQUESTS, TOKENS = 24, 24  # that come and go; tokens of each, about
 def weighed(size: str) -> dict[str, Any]:
     """A published size with every way to draft: what capturing all its steps takes, and captures while serving.
 
-    bytes: of the GPU's memory, beside the pool that the steps share (pool_bytes), which is reserved before"""
+    bytes: of the GPU's memory for graphs and for code that is loaded with them, beside arrays that each step keeps
+           (array_bytes) and the pool that they share (pool_bytes), which is reserved before"""
     llm = LLM(device="cuda", random_weights=size, draft="auto")
     executor = cast(CudaExecutor, llm.engine.executor)
     runner = cast(Graphs, executor.runner)
-    pool, (free, _), began = runner.pool_bytes, device.memory(), time.perf_counter()
+    pool, (free, _), arrays, began = runner.pool_bytes, device.memory(), array_bytes(), time.perf_counter()
     executor.capture()
     runner.wait()
     seconds, (left, _), captures = time.perf_counter() - began, device.memory(), runner.captures
+    arrays = array_bytes() - arrays
     serve(llm)
     found = {
         "shape": size,
         "graphs": captures,
         "s": seconds,
-        "bytes": free - left,
+        "bytes": free - left - arrays,
+        "array_bytes": arrays,
         "pool_bytes": runner.pool_bytes,
         "pool_grew_bytes": runner.pool_bytes - pool,
         "captures_while_serving": runner.captures - captures,
@@ -41,6 +44,11 @@ def weighed(size: str) -> dict[str, Any]:
     del llm, executor, runner
     gc.collect()
     return found
+
+
+def array_bytes() -> int:
+    """Device memory of arrays outside the steps' pool."""
+    return int(device.cupy().get_default_memory_pool().total_bytes())
 
 
 def serve(llm: LLM) -> None:

@@ -82,6 +82,7 @@ def test_floor_of_experts_is_what_is_chosen(experts):
 def test_graphs_are_weighed(pretend, monkeypatch):  # noqa: F811
     """Captured are all steps of up to 128 rows of every kind, and none while requests come and go."""
     monkeypatch.setattr(pricing, "price", lambda *_, **__: None)
+    monkeypatch.setattr(bench_graphs, "array_bytes", lambda: 0)
     found = bench_graphs.weighed(TINY)
     llm = LLM(device="cuda", random_weights=TINY, draft="auto")
     assert found["graphs"] == 5 * (
