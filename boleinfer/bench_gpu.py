@@ -38,9 +38,9 @@ from boleinfer.sampling import Sampler
 from boleinfer.state import GDNLayer
 
 DECODE: dict[str, tuple[int, ...]] = {  # published size: requests at once
-    **{f"qwen3.5-{n}b": (1,) for n in ("0.8", "2", "4")},
+    **{f"qwen3.5-{n}b": (1,) for n in ("0.8", "2", "4", "27")},
     "qwen3.5-9b": (1, 8, 32, 128),
-    **dict.fromkeys(("qwen3.5-27b", "qwen3.5-9b-fp8", "qwen3.5-27b-fp8"), (1, 32)),
+    **dict.fromkeys(("qwen3.5-9b-fp8", "qwen3.5-27b-fp8"), (1,)),
     **dict.fromkeys(("qwen3.5-35b-a3b", "qwen3-next-80b-a3b-fp8"), (1, 8)),
 }
 GRAPHS_OF = "qwen3.5-27b"  # whose graphs are weighed
