@@ -135,6 +135,11 @@ def multiprocessors() -> int:
     return int(cupy().cuda.Device().attributes["MultiProcessorCount"])
 
 
+def blocks_together() -> int:
+    """Blocks of a grid that may wait for one another, whatever they need."""
+    return multiprocessors()
+
+
 def c_type(array: Array) -> str:
     """The C name that kernels use for an array's type: "bf16" for bfloat16, "float" for float32."""
     return _C_TYPES[array.dtype.name]

@@ -22,16 +22,17 @@ struct Choice {
   int expert;
 };
 
-// A row's choice number `lane`, by a warp whose lanes have PER_LANE neighbouring experts each. E <= 32 PER_LANE.
+// A row's choice number `lane`, by a warp whose lane l has the experts l, l + 32, .. E <= 32 PER_LANE.
 template <int PER_LANE>
 __device__ Choice choose(const float* logits, int E, int A, bool norm_topk) {
-  const int lane = threadIdx.x % WARP, first = lane * PER_LANE;
+  const int lane = threadIdx.x % WARP;
   unsigned key[PER_LANE];
   bool broken = false;
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {
-    const float logit = first + i < E ? __ldcg(logits + first + i) : 0.0f;
-    key[i] = first + i < E ? ordered(logit) : 0;
+    const int e = i * WARP + lane;
+    const float logit = e < E ? __ldcg(logits + e) : 0.0f;
+    key[i] = e < E ? ordered(logit) : 0;
     broken |= logit != logit;
   }
   if (__any_sync(ALL_LANES, broken)) return {nan(), lane};
@@ -51,12 +52,12 @@ __device__ Choice choose(const float* logits, int E, int A, bool norm_topk) {
     const float most = unordered(largest());
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
-      if (first + i < E) sum += expf(unordered(key[i]) - most);
+      if (i * WARP + lane < E) sum += expf(unordered(key[i]) - most);
     }
     sum = warp_sum(sum);
   }
 
-  // the largest that is left, A times; of equal ones the lowest lane's lowest one
+  // the largest that is left, A times; of equal ones the lowest expert
   Choice own = {0.0f, 0};
   unsigned score = 0;
   for (int a = 0; a < A; a++) {
@@ -64,12 +65,10 @@ __device__ Choice choose(const float* logits, int E, int A, bool norm_topk) {
     unsigned equal = 0;
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) equal |= unsigned(key[i] == best) << i;
-    const int from = __ffs(__ballot_sync(ALL_LANES, equal != 0)) - 1;
-    const int expert = __shfl_sync(ALL_LANES, first + __ffs(equal) - 1, from);
+    const int expert = __reduce_min_sync(ALL_LANES, equal ? (__ffs(equal) - 1) * WARP + lane : MOST_EXPERTS);
     if (lane == a) own.expert = expert, score = best;
-    const unsigned taken = lane == from ? equal & (0u - equal) : 0;
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) key[i] = taken >> i & 1 ? 0 : key[i];
+    for (int i = 0; i < PER_LANE; i++) key[i] = expert == i * WARP + lane ? 0 : key[i];
   }
   const float most = unordered(__shfl_sync(ALL_LANES, score, 0)), mine = lane < A ? expf(unordered(score) - most) : 0.0f;
   if (norm_topk) sum = warp_sum(mine);
@@ -81,16 +80,16 @@ __device__ Choice choose(const float* logits, int E, int A, bool norm_topk) {
 // are the bits of chosen_by[of[s]].
 template <int THREADS>
 struct Choices {
-  static constexpr int WARPS = THREADS / WARP, EACH = MOST_EXPERTS / THREADS;  // experts of a thread
+  static constexpr int WARPS = THREADS / WARP, EACH = (MOST_EXPERTS + THREADS - 1) / THREADS;  // experts of a thread
   float weight[FEW_ROWS * MOST_CHOSEN];  // of row r's choice a at r A + a
   short expert[FEW_ROWS * MOST_CHOSEN], of[FEW_ROWS * MOST_CHOSEN];
-  alignas(4) unsigned char chosen_by[MOST_EXPERTS];
+  alignas(4) unsigned char chosen_by[EACH * THREADS];
   int count[WARPS];
   int slots;
 
   // All threads together, before a __syncthreads() and make.
   __device__ void clear() {
-    for (int i = threadIdx.x; i < MOST_EXPERTS / 4; i += THREADS) reinterpret_cast<unsigned*>(chosen_by)[i] = 0;
+    for (int i = threadIdx.x; i < EACH * THREADS / 4; i += THREADS) reinterpret_cast<unsigned*>(chosen_by)[i] = 0;
   }
 
   // All threads together; behind it, they may read.

@@ -145,6 +145,7 @@ def emulated(order: str = "forward", seed: int = 0) -> Iterator[None]:
         mock.patch.object(device, "Staging", _Staging),
         mock.patch.object(device, "shared_bytes", lambda: _SHARED),
         mock.patch.object(device, "multiprocessors", lambda: 3),
+        mock.patch.object(device, "blocks_together", lambda: 1),  # they run one after another
         mock.patch.object(kernels, "open_gpu", lambda: gpu),
         mock.patch.object(kernels, "usable", lambda: "90"),
         mock.patch.object(kernels, "_module", _Module),

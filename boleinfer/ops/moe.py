@@ -13,11 +13,11 @@ from boleinfer.ops import Case, sigmoid, silu
 
 MOST_EXPERTS, MOST_CHOSEN = 512, 32  # on the GPU
 PIECE = 2048  # rows that pass the experts together on the GPU: what lies between its kernels is float32 [PIECE*A, D]
-FEW_ROWS = 8  # up to which the GPU needs three launches
+FEW_ROWS = 8  # up to which the GPU needs two launches
 SOME_ROWS = 128  # up to which the shared expert is one more of the experts there
-FEW_UP = "moe_few_up.cu"
-MOST_PLACES, MOST_SCALED = 8, 4096  # warps of a block; k of FP8 weights
-UP_BYTES, DOWN_BYTES = 118 * 1024, 108 * 1024  # of shared memory, dynamic
+FEW = "moe_few.cu"
+LEAST_PLACES, MOST_PLACES, MOST_SCALED = 4, 11, 4096  # warps of a block; k of FP8 weights
+FEW_BYTES, BESIDE = 208 * 1024, 8 * 1024  # of shared memory: most that moe_few.cu takes, and what it leaves at least
 
 
 class Shared(NamedTuple):
@@ -204,8 +204,8 @@ def _moe(
     if shared is not None and not joins(x, gate_up, down, shared):
         raise KernelError("moe: the shared expert is not like the others; ask joins, and add it with add_shared")
     out = device.empty(x.shape, x.dtype)
-    few = 0 < R <= FEW_ROWS and _tiled(x, gate_up, down) and kernels.runs_here(FEW_UP)
-    if few and _few_plan(D, _bits(down).shape[-1], _bits(down).itemsize):
+    F, itemsize = _bits(down).shape[-1], _bits(down).itemsize
+    if 0 < R <= FEW_ROWS and _tiled(x, gate_up, down) and _few_places(D, F, A, itemsize):
         _few(x, router, gate_up, down, shared, A, norm_topk, constants, out)
         return out
     for r in range(0, R, PIECE):
@@ -230,49 +230,34 @@ def _few(
     constants: dict[str, int | str],
     out: Array,
 ) -> None:
-    """Three launches: scores; gate and up of all chosen experts; their down products and the sum of each row.
-
-    The last two choose for themselves, and read weights before the launches ahead of them are done."""
+    """Two launches: the scores, and all that follows. Raises KernelError where _few_places is 0."""
     (R, D), E, F, wt = x.shape, len(router), _bits(down).shape[-1], device.c_type(_bits(gate_up))
     logits, gate = _scores(x, router, shared)
-    slots = 1 + min(E, R * A)
-    hidden = device.empty((slots, R, F), x.dtype)
-    same = {"logits": logits, "hidden": hidden, "R": R, "E": E, "A": A, "D": D, "F": F}
-    same |= {"Slots": slots, "norm_topk": norm_topk}
-    up = {"weights": _bits(gate_up), "scale": _scale(gate_up), "shared": None, "shared_scale": None}
-    last = {"weights": _bits(down), "scale": _scale(down), "shared": None, "shared_scale": None}
-    if shared is not None:
-        up |= {"shared": _bits(shared.gate_up), "shared_scale": _scale(shared.gate_up)}
-        last |= {"shared": _bits(shared.down), "shared_scale": _scale(shared.down)}
-    plan = _few_plan(D, F, _bits(down).itemsize)
-    assert plan is not None
-    tile, args = {**constants, "Wt": wt, "Places": plan.up_places}, {**same, **up, "x": x}
-    grid, nbytes = device.multiprocessors(), plan.up_bytes
-    kernels.launch(FEW_UP, "few_gate_up", grid, 256, args, shared=nbytes, constants=tile)
-    tile, args = {**constants, "Wt": wt, "Places": plan.down_places}, {**same, **last, "gate": gate, "out": out}
-    nbytes = plan.down_bytes + 64 * R * (A + 1)
-    kernels.launch("moe_few_down.cu", "few_down", -(-D // 16), 256, args, shared=nbytes, constants=tile)
+    slots, places = 1 + min(E, R * A), _few_places(D, F, A, _bits(down).itemsize)
+    args = {"x": x, "gate_up": _bits(gate_up), "up_scale": _scale(gate_up), "down": _bits(down)}
+    args |= {"down_scale": _scale(down), "shared_up": shared and _bits(shared.gate_up)}
+    args |= {"shared_up_scale": shared and _scale(shared.gate_up), "shared_down": shared and _bits(shared.down)}
+    args |= {"shared_down_scale": shared and _scale(shared.down), "logits": logits, "gate": gate, "out": out}
+    args |= {"counters": device.counters(3), "hidden": device.empty((slots, R, F), x.dtype)}
+    args |= {"R": R, "E": E, "A": A, "D": D, "F": F, "Slots": slots, "norm_topk": norm_topk}
+    x_bytes, place = _few_bytes(D, F, A, _bits(down).itemsize)
+    nbytes, tile = x_bytes + places * place, {**constants, "Wt": wt, "Places": places}
+    kernels.launch(FEW, "few", device.blocks_together(), 32 * places, args, shared=nbytes, constants=tile)
 
 
-class _FewPlan(NamedTuple):
-    """Units that a block of few_gate_up and of few_down have under way, and the shared memory that these and x take."""
-
-    up_places: int
-    up_bytes: int
-    down_places: int
-    down_bytes: int
+def _few_bytes(D: int, F: int, A: int, itemsize: int) -> tuple[int, int]:
+    """Shared memory that moe_few.cu takes for x, or what it has of out, and for a unit's weights."""
+    x_row, out_row = 2 * D + (64 if itemsize == 2 else 16), 64 * (A + 1)
+    return FEW_ROWS * max(x_row, out_row), max(4 * (D * itemsize + 64), 16 * (F * itemsize + 64))
 
 
-def _few_plan(D: int, F: int, itemsize: int) -> _FewPlan | None:
-    """None where rows are too long. A block of each kernel fits on a multiprocessor together."""
-    w_row, x_row, down_row = (256 * -(-K // 256) * i for K, i in ((D, itemsize), (D, 2), (F, itemsize)))
-    x_bytes, place = FEW_ROWS * (x_row + (64 if itemsize == 2 else 16)), 4 * (w_row + 64)
-    up = min(MOST_PLACES, (UP_BYTES - x_bytes) // place)
-    last, most_y = 16 * (down_row + 64), 64 * FEW_ROWS * (MOST_CHOSEN + 1)
-    down = min(MOST_PLACES, (DOWN_BYTES - most_y) // last)
-    if min(up, down) < 1 or (itemsize == 1 and max(D, F) > MOST_SCALED):
-        return None
-    return _FewPlan(up, x_bytes + up * place, down, down * last)
+def _few_places(D: int, F: int, A: int, itemsize: int) -> int:
+    """Units that a block of moe_few.cu has under way; 0 where it cannot multiply such matrices."""
+    if D % 256 or F % 256 or (itemsize == 1 and max(D, F) > MOST_SCALED) or not kernels.runs_here(FEW):
+        return 0
+    x_bytes, place = _few_bytes(D, F, A, itemsize)
+    places = min(MOST_PLACES, (min(FEW_BYTES, device.shared_bytes() - BESIDE) - x_bytes) // place)
+    return places if places >= LEAST_PLACES else 0
 
 
 def _experts(x: Array, groups: _Groups, gate_up: Array | Fp8, down: Array | Fp8, shared: Shared | None) -> Array:

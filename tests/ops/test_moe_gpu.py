@@ -53,6 +53,7 @@ def run(given, A, norm_topk=True, shared=None):
 
 
 SIZES = [(1, 128, 4, 128, 2), (3, 256, 6, 144, 3), (40, 272, 3, 48, 2), (9, 72, 5, 40, 2), (100, 64, 1, 16, 1)]
+SIZES += [(1, 256, 4, 256, 2), (7, 512, 9, 256, 3), (8, 256, 40, 512, 8)]  # in one launch behind the scores
 
 
 @pytest.mark.parametrize("kind", BOUND)
@@ -62,13 +63,14 @@ def test_moe(gpu, kind, R, D, E, F, A):
     assert relative_error(run(given, A), moe.moe(*wide, A, True)) < BOUND[kind]
 
 
+@pytest.mark.parametrize("D,F", [(1104, 80), (512, 256)])
 @pytest.mark.parametrize("kind", BOUND)
-def test_a_row_has_the_same_bits_in_any_company(gpu, kind):
-    given, _ = layer(128, 1104, 4, 80, kind)
+def test_a_row_has_the_same_bits_in_any_company(gpu, kind, D, F):
+    given, _ = layer(128, D, 4, F, kind)
     x, *weights = given
-    shared = shared_expert(1104, 80, kind)[0] if kind != "float" else None
+    shared = shared_expert(D, F, kind)[0] if kind != "float" else None
     many = run(given, 2, shared=shared)
-    for rows in (slice(0, 1), slice(7, 8), slice(3, 20), slice(40, 80), slice(30, 128), slice(127, 128)):
+    for rows in (slice(0, 1), slice(7, 8), slice(2, 10), slice(3, 20), slice(40, 80), slice(30, 128), slice(127, 128)):
         assert np.array_equal(run([x[rows], *weights], 2, shared=shared), many[rows])
 
 
@@ -107,9 +109,9 @@ def test_only_an_expert_like_the_others_joins_them(gpu):
 
 
 @pytest.mark.parametrize("kind", BOUND)
-@pytest.mark.parametrize("R", [5, 50, 150])
-def test_nan_rows_spoil_only_themselves_and_need_no_expert(gpu, kind, R):
-    given, _ = layer(R, 64, 20, 16, kind)
+@pytest.mark.parametrize("R,D,F", [(5, 64, 16), (7, 256, 256), (50, 64, 16), (150, 64, 16)])
+def test_nan_rows_spoil_only_themselves_and_need_no_expert(gpu, kind, R, D, F):
+    given, _ = layer(R, D, 20, F, kind)
     x, router, gate_up, down = given
     unused = np.arange(R) % 3 == 1
     alone = run([x[~unused], router, gate_up, down], 2)
