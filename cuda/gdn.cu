@@ -71,7 +71,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 192 ? 1 : 2) gdn
   const auto head_number = [&](int n, int window) {
     const int unit = blockIdx.x + n * gridDim.x, b = min(unit / (V / Vt) / Hv, B - 1), first = start[b];
     Step s = {first, start[b + 1] - first, chain[b], 0, max(slot[b], 0), b};
-    s.h = unit / (V / Vt) % Hv, s.key = s.h / (Hv / Hk) * K, s.value = unit % (V / Vt) * Vt, s.head = n, s.window = window, s.ring = length[s.slot];
+    s.h = unit / (V / Vt) % Hv, s.key = s.h / (Hv / Hk) * K, s.value = unit % (V / Vt) * Vt;
+    s.head = n, s.window = window, s.ring = length[s.slot];
     if (unit >= B * Hv * (V / Vt)) s.rows = -1;
     s.set(0, 0);
     return s;

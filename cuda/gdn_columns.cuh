@@ -129,7 +129,9 @@ __device__ __forceinline__ void fold(Memory& m, const Step& w, bool begins, floa
 __device__ __forceinline__ void read_u(float (&u)[2][4], const Memory& m, const Head& head, const Step& w, int c,
                                        const Lane& me) {
   const int a = c - w.held;
-  const unsigned used = a >= 0 ? m.used[w.head & 3][a / 32] >> a % 32 : w.ring - c < TILE ? (1u << max(0, w.ring - c)) - 1 : ~0u;
+  const unsigned used = a >= 0                ? m.used[w.head & 3][a / 32] >> a % 32
+                        : w.ring - c < TILE ? (1u << max(0, w.ring - c)) - 1
+                                            : ~0u;
   const float* from = a < 0 ? head.ring_u + head.value_at(head.entry + c) : head.u + head.value_at(w.tree + a);
 #pragma unroll
   for (int n = 0; n < 2; n++) {
@@ -232,7 +234,9 @@ __device__ __forceinline__ void solve(Tokens& X, Memory& m, const Head& head, co
           }
         }
       }
-      if (w.folds()) fold(m, w, j + w.earlier == 0, u, m.x[w.window % 2][1], TILE * j, m.G[w.head % 2] + w.at + TILE * j, me);
+      if (w.folds()) {
+        fold(m, w, j + w.earlier == 0, u, m.x[w.window % 2][1], TILE * j, m.G[w.head % 2] + w.at + TILE * j, me);
+      }
     }
   }
 }

@@ -13,7 +13,7 @@ constexpr int KEY_BUFFERS = HALF ? 2 : 1;  // of keys of earlier columns
 // A panel of earlier columns of one window of one head, for the block's columns of V. A head without a window, which has less
 // than two rows, is a step as well.
 struct alignas(16) Step {
-  int tree, rows, path;     // the request's first row, how many, whether they are a chain; rows < 0: nothing is left to do
+  int tree, rows, path;     // the request's first row, how many, whether they are a chain; rows < 0: nothing is left
   int ring;                 // entries
   int slot, b, h, key, value;  // key: the key head's first channel; value: the first column of V
   int head, window;         // how many heads and windows the block had before
