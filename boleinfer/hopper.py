@@ -68,13 +68,16 @@ def product(
     use: Array | None = None,
     allowed: Array | None = None,
     largest: Array | None = None,
+    inverse: Array | None = None,
 ) -> None:
-    """out = x w^T of bf16 x [R, Din] and bf16 or FP8 w [Dout, Din]; gated: of its halves silu(gate) * up.
+    """out = x w^T of bf16 x [R, Din] and w [Dout, Din]; gated: of its halves silu(gate) * up.
 
+    FP8 w: scale multiplies its blocks; x is what linear.split_rows makes of it, [2 R, Din], and so is `inverse`
     w_more: [More, Din] of the type of w, and more = x w_more^T in float32, in the same launch
     use, allowed, largest: as in linear.head
     Rows of x and of w are whole 16-byte words at multiples of 16 bytes. Raises KernelError for what does not fit."""
-    (R, Din), Dout, fp8 = x.shape, len(w), w.itemsize == 1
+    (Xr, Din), Dout, fp8 = x.shape, len(w), inverse is not None
+    R = Xr // 2 if fp8 else Xr
     slabs, processors, chunks = 1 + gated, device.multiprocessors(), -(-Din * w.itemsize // 128)
     widths = (Dout // slabs,) if w_more is None else (Dout // slabs, len(w_more))
     c = cut(widths, Din * w.itemsize, slabs, processors) if R <= FIXED_ROWS else Cut(2, Cut(2, 0, 1).tiles(*widths), 1)
@@ -91,8 +94,9 @@ def product(
         sums = device.empty(row_tiles * cut_tiles * c.parts * 64 * c.groups * slabs * rows, np.float32)
         tickets = device.counters(row_tiles * cut_tiles * 4 * c.groups)
     arrays = {"x": x, "w": w, "w_more": w_more, "scale": scale, "sums": sums, "tickets": tickets}
-    arrays |= {"use": use, "allowed": allowed, "largest": largest}
-    sizes = {"R": R, "Ldx": x.strides[0] // x.itemsize if R > 1 else Din, "Din": Din, "Dout": Dout}
+    arrays |= {"use": use, "allowed": allowed, "largest": largest, "inverse": inverse}
+    sizes = {"R": R, "Xr": Xr, "Ldx": x.strides[0] // x.itemsize if Xr > 1 else Din, "Din": Din, "Dout": Dout}
+    sizes["Pad"] = 0 if inverse is None else inverse.shape[1]
     sizes |= {"More": 0 if w_more is None else len(w_more), "Whole": c.whole, "Parts": c.parts, "Depth": depth}
     sizes |= {"Sums": 0 if sums is None else sums.size, "Tickets": 0 if tickets is None else tickets.size}
     tile: dict[str, int | str] = {"Rows": rows, "Groups": c.groups, "Gated": int(gated)}

@@ -234,13 +234,18 @@ def pass_bytes(needs: Needs, R: int, sampled: int, B: int, context: int) -> int:
     side = min(min(R, _SIDE_ROWS) * one_split, max(SCRATCH * (Dh + 2) // Dh, one_split))
     widest = max(2 * (keys + values), 2 * (Hq + Hkv) * Dh, 2 * c.intermediate_size, c.vocab_size, D)
     sums = most_sums(R, widest) if act == 2 else 0
+    split = 2 * R * max(D, values, Hq * Dh, c.intermediate_size) if act == 2 else 0  # of x, for FP8 weights
     logits = 0
     if needs.drafting:
         logits = 2 * FLOAT * B * max(d.width for d in needs.drafting) * c.vocab_size
     sampling = FLOAT * c.vocab_size + c.vocab_size // 8 + 16  # and two doubles for 128 logits
     logits = max(logits, sampled * sampling)  # those of the step before are still there
     return (
-        R * (pending + stream + joined) + max(R * gdn, R * attention + side, R * ffn + routed) + FLOAT * sums + logits
+        R * (pending + stream + joined)
+        + max(R * gdn, R * attention + side, R * ffn + routed)
+        + FLOAT * sums
+        + split
+        + logits
     )
 
 

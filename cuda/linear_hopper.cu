@@ -1,7 +1,7 @@
-// x w^T on tensor cores of sm_90a (wgmma), bf16 x, bf16 or FP8 w; or of its halves silu(gate) * up; or of two matrices,
-// the second result in float. Definitions: linear, gated_linear, linear_pair, head in boleinfer/ops/linear.py. Sums in
-// float32; Gated rounds them to Out before it goes on, as linear does. Of rows with use = 2 only the largest result is
-// kept, with its feature.
+// x w^T on tensor cores of sm_90a (wgmma), of bf16, or of FP8 w and x as split_rows.cu leaves it; or of its halves
+// silu(gate) * up; or of two matrices, the second result in float. Definitions: linear, gated_linear, linear_pair, head in
+// boleinfer/ops/linear.py. Sums in float32; Gated rounds them to Out before it goes on, as linear does. Of rows with
+// use = 2 only the largest result is kept, with its feature.
 //
 // A tile of out is Rows rows and 64 features of each of Groups warpgroups, which for Gated take the same features of up
 // as well; the tiles of w_more come behind those of w. The first Whole tiles of features are a unit each; k of the
@@ -31,8 +31,7 @@ constexpr int WARPS = 4 * Groups, SLABS = 1 + Gated, RESULTS = 64 * Groups;  // 
 constexpr int X_TILE = Rows * ROW_BYTES, X_BYTES = X_TILES * X_TILE, W_BYTES = SLABS * Groups * SLAB;
 constexpr int PLACE = X_BYTES + W_BYTES;
 constexpr int SUMS = Rows / 2, QUADS = SUMS / 4;  // of a lane and slab; fours of them, for eight rows each
-constexpr bool OVERLAP = Rows * SLABS <= 32;  // of FP8: making A and multiplying, as registers allow
-constexpr int MOST = 24;                      // places of a ring
+constexpr int MOST = 24;                               // places of a ring
 
 // A piece of work: chunks begin .. end - 1 of a tile. part: which of Parts, -1 when it is all of k.
 struct Unit {
@@ -104,68 +103,43 @@ __device__ __forceinline__ void multiply(float (&sum)[SLABS][SUMS], const Unit& 
   if (lane == 0) arrive(ring.empty[held]);
 }
 
-// A of product `step` from a slab of FP8: rows g and g + 8 of the warp.
-__device__ __forceinline__ void widen_rows(unsigned (&a)[4], const char* slab, int step) {
-  const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
-  const char* at = slab + (threadIdx.x / WARP % 4 * 16 + g) * ROW_BYTES + ((step ^ g) * 16 + 2 * t);
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    a[i] = widen_pair(*reinterpret_cast<const unsigned short*>(at + i % 2 * 8 * ROW_BYTES + i / 2 * 8));
-  }
-}
-
-// The same of FP8 w; scale: of the lane's features g and g + 8 in each slab, one for each chunk. While the products of
-// half a chunk are under way, A of the next half is made.
+// The same of FP8 w and split x; scale: of the lane's features g and g + 8 in each slab, one for each chunk; inverse: of
+// the lane's first rows, Pad numbers for each chunk. Tensor cores keep some 14 bits while they add up E4M3 products, so
+// each chunk begins anew.
+template <int S>
 __device__ __forceinline__ void multiply_scaled(
-    float (&sum)[SLABS][SUMS], const float* const (&scale)[SLABS][2], const Unit& unit, const Ring& ring, Turn& turn) {
+    float (&sum)[SLABS][S], const float* const (&scale)[SLABS][2], const float* inverse, int Pad, const Unit& unit,
+    const Ring& ring, Turn& turn) {
+  constexpr int AT_ONCE = Rows > 32 ? 1 : 2;  // of hi and lo, as registers allow
   const int lane = threadIdx.x % WARP, own = threadIdx.x / WARP / 4 * SLAB;
-  float block[SLABS][SUMS], factor[SLABS][2], next_factor[SLABS][2];
-  const auto factors_at = [&](int chunk) {
-#pragma unroll
-    for (int i = 0; i < 2 * SLABS; i++) next_factor[i / 2][i % 2] = scale[i / 2][i % 2][min(chunk, unit.end - 1)];
-  };
-  const auto add_block = [&](int s) {
-    wgmma_wait<0>();
-#pragma unroll
-    for (int i = 0; i < SUMS; i++) sum[s][i] = fmaf(factor[s][i / 2 % 2], block[s][i], sum[s][i]);
-  };
-  int held = 0;
-  factors_at(unit.begin);
   for (int chunk = unit.begin; chunk < unit.end; chunk++, turn.advance()) {
+    float factor[SLABS][2];
+    float2 unit_of[QUADS];
+#pragma unroll
+    for (int i = 0; i < 2 * SLABS; i++) factor[i / 2][i % 2] = scale[i / 2][i % 2][chunk];
+#pragma unroll
+    for (int n = 0; n < QUADS; n++) unit_of[n] = *reinterpret_cast<const float2*>(inverse + chunk * Pad + 8 * n);
     wait(ring.full[turn.place], turn.parity);
 #pragma unroll
-    for (int s = 0; s < SLABS; s++) {
-      unsigned a[2][4][4];
+    for (int part = 0; part < 2; part += AT_ONCE) {
+      float block[SLABS][AT_ONCE * S];
+      wgmma_begin();
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        if (SLABS == 1 && half == 0) wgmma_wait<1>();  // those of a[0]; of two slabs they are over
+      for (int i = 0; i < SLABS * 4; i++) {
+        const Tile x(ring.x(turn.place) + part * X_TILE);
+        wgmma_e4m3(block[i / 4], Tile(ring.w(turn.place, i / 4) + own), x, i % 4);
+      }
+      wgmma_end();
+      wgmma_wait<0>();
+      if (part + AT_ONCE == 2 && lane == 0) arrive(ring.empty[turn.place]);
 #pragma unroll
-        for (int i = 0; i < 4; i++) widen_rows(a[half][i], ring.w(turn.place, s) + own, 4 * half + i);
-        if (half == 0) {
-          if (s > 0) {
-            add_block(s - 1);
-          } else {
-            if (chunk > unit.begin) {
-              add_block(SLABS - 1);
-              if (lane == 0) arrive(ring.empty[held]);
-            }
-            memcpy(factor, next_factor, sizeof factor);
-            factors_at(chunk + 1);
-          }
-#pragma unroll
-          for (int i = 0; i < SUMS; i++) block[s][i] = 0.0f;
-        }
-        wgmma_begin();
-#pragma unroll
-        for (int i = 0; i < 4; i++) wgmma(block[s], a[half][i], Tile(ring.x(turn.place) + half * X_TILE), i);
-        wgmma_end();
-        if (!OVERLAP) wgmma_wait<0>();
+      for (int i = 0; i < AT_ONCE * SLABS * S; i++) {
+        const int j = i % S, s = i / S % SLABS, p = i / S / SLABS;
+        const float unit = (part + p ? 1.0f / 32 : 1.0f) * (j % 2 ? unit_of[j / 4].y : unit_of[j / 4].x);
+        sum[s][j] = fmaf(factor[s][j / 2 % 2] * unit, block[s][p * S + j], sum[s][j]);
       }
     }
-    held = turn.place;
   }
-  add_block(SLABS - 1);
-  if (lane == 0) arrive(ring.empty[held]);
 }
 
 // Of the warps that have a part of the same features the last one gets true, and in sum all parts, added up in order.
@@ -266,7 +240,8 @@ __device__ __forceinline__ void raise(
 extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2), 1) linear_hopper(
     const __grid_constant__ TensorMap<const Wt> w,       // [Dout, Din] box [64 * Groups]
     const __grid_constant__ TensorMap<const Wt> w_more,  // [More, Din] box [64 * Groups] or null
-    const __grid_constant__ TensorMap<const bf16> x,     // [R, Din] strides [Ldx, 1] box [Rows]
+    const __grid_constant__ TensorMap<const Wt> x,       // [Xr, Din] strides [Ldx, 1] box [Rows]
+    const float* __restrict__ inverse,  // [(Din + 127) / 128, Pad] or null; 1 / s of x, for FP8 w
     const float* __restrict__ scale,  // [(Dout + 127) / 128, (Din + 127) / 128] or null; of FP8 w
     float* __restrict__ sums,         // [Sums] aligned 16 or null; of parts of tiles, lane by lane
     int* __restrict__ tickets,        // [Tickets] or null; of each warp of a cut tile, 0 before and after
@@ -276,6 +251,8 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2), 1) linear_hoppe
     const unsigned char* __restrict__ allowed,  // [Dout] or null; features that may be the largest, null: all
     unsigned long long* __restrict__ largest,   // [R] or null; 0 before
     int R,
+    int Xr,
+    int Pad,
     int Ldx,
     int Din,
     int Dout,
@@ -326,7 +303,8 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2), 1) linear_hoppe
       arrive_expecting(full[place], X_BYTES);
 #pragma unroll
       for (int i = 0; i < X_TILES; i++) {
-        load_tile(ring.x(place) + i * X_TILE, x, full[place], chunk * K + i * 64, unit.row);
+        const int k = sizeof(Wt) == 2 ? i * 64 : 0, row = sizeof(Wt) == 1 ? i * R : 0;  // FP8: of hi, of lo
+        load_tile(ring.x(place) + i * X_TILE, x, full[place], chunk * K + k, unit.row + row);
       }
     });
     return;
@@ -347,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2), 1) linear_hoppe
         const int f = min(i / 2 * width + feature + lane / 4 + i % 2 * 8, Dout - 1);
         factors[i / 2][i % 2] = scale + (long long)(f / SCALED) * chunks;
       }
-      multiply_scaled(sum, factors, unit, ring, turn);
+      multiply_scaled(sum, factors, inverse + unit.row + 2 * (lane % 4), Pad, unit, ring, turn);
     }
     if (Rows <= 128 && unit.part >= 0) {
       const int cut = unit.row / Rows * (tiles - Whole) + unit.tile - Whole;

@@ -1,12 +1,9 @@
-// Matrix products of a warpgroup (four warps, the first a multiple of four) on tiles in shared memory: bf16 -> float32
-// (sm_90a).
+// Matrix products of a warpgroup (four warps, the first a multiple of four) on tiles in shared memory: bf16 or E4M3 ->
+// float32 (sm_90a).
 //
 // d += A B^T for A [64, 16] and B [N, 16], both tiles as load_tile leaves them: rows of 128 bytes, swizzled. Lane l = 4
 // g + t of warp w has D[16 w + g][8 n + 2 t, + 1] in d[4 n], d[4 n + 1] and D[16 w + g + 8] there in the next two. The
 // same k in the same order, 16 at a time, give the bits of mma_m16n8k16, whatever N is.
-//
-// A may be in registers instead: a[4] is what mma.cuh calls so, of the warp's 16 rows. They stay as they are until the
-// wait.
 //
 // wgmma_begin(); products; wgmma_end(); wgmma_wait<P>() until at most P of those groups are under way: until then d may
 // not be touched, nor the tiles be written.
@@ -50,29 +47,36 @@ __device__ __forceinline__ void wgmma_wait() {
       ", %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121"        \
       ", %122, %123, %124, %125, %126, %127"
 
-// N: rows of B; D: the numbers of d, then the numbers of the next operands, then the operands that d is. A in shared
-// memory, and A in registers.
-#define PRODUCTS(N, D, P0, P1, P2, P3, P4, ...)                                                                       \
+// N: rows of B; D: the numbers of d, then the numbers of the next operands, then the operands that d is.
+#define PRODUCTS(N, D, P0, P1, ...)                                                                                   \
   __device__ __forceinline__ void wgmma(float (&d)[N / 2], Tile a, Tile b, int step) {                                \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" D "}, %" #P0 ", %" #P1                  \
                  ", 1, 1, 1, 0, 0;"                                                                                   \
                  : __VA_ARGS__                                                                                        \
                  : "l"(a.bits + 2 * step), "l"(b.bits + 2 * step));                                                   \
-  }                                                                                                                   \
-  __device__ __forceinline__ void wgmma(float (&d)[N / 2], const unsigned (&a)[4], Tile b, int step) {                \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" D "}, {%" #P0 ", %" #P1 ", %" #P2       \
-                 ", %" #P3 "}, %" #P4 ", 1, 1, 1, 0;"                                                                 \
-                 : __VA_ARGS__                                                                                        \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits + 2 * step));                               \
   }
 
 // Product number `step` of the tiles: k = 16 step .. 16 step + 15.
-PRODUCTS(8, D4, 4, 5, 6, 7, 8, FOUR(0))
-PRODUCTS(16, D8, 8, 9, 10, 11, 12, FOUR(0), FOUR(4))
-PRODUCTS(32, D16, 16, 17, 18, 19, 20, SIXTEEN(0))
-PRODUCTS(64, D32, 32, 33, 34, 35, 36, SIXTEEN(0), SIXTEEN(16))
-PRODUCTS(128, D64, 64, 65, 66, 67, 68, SIXTY_FOUR(0))
-PRODUCTS(256, D128, 128, 129, 130, 131, 132, SIXTY_FOUR(0), SIXTY_FOUR(64))
+PRODUCTS(8, D4, 4, 5, FOUR(0))
+PRODUCTS(16, D8, 8, 9, FOUR(0), FOUR(4))
+PRODUCTS(32, D16, 16, 17, SIXTEEN(0))
+PRODUCTS(64, D32, 32, 33, SIXTEEN(0), SIXTEEN(16))
+PRODUCTS(128, D64, 64, 65, SIXTY_FOUR(0))
+PRODUCTS(256, D128, 128, 129, SIXTY_FOUR(0), SIXTY_FOUR(64))
+
+// The same of tiles of E4M3 numbers, 32 k at a time; number 0 puts d to zero before.
+#define PRODUCTS_E4M3(N, D, P0, P1, P2, ...)                                                                          \
+  __device__ __forceinline__ void wgmma_e4m3(float (&d)[N / 2], Tile a, Tile b, int step) {                           \
+    asm volatile("{.reg .pred add;\n setp.ne.b32 add, %" #P2 ", 0;\n"                                                  \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" D "}, %" #P0 ", %" #P1                  \
+                 ", add, 1, 1;}"                                                                                      \
+                 : __VA_ARGS__                                                                                        \
+                 : "l"(a.bits + 2 * step), "l"(b.bits + 2 * step), "r"(step));                                        \
+  }
+PRODUCTS_E4M3(16, D8, 8, 9, 10, FOUR(0), FOUR(4))
+PRODUCTS_E4M3(32, D16, 16, 17, 18, SIXTEEN(0))
+PRODUCTS_E4M3(64, D32, 32, 33, 34, SIXTEEN(0), SIXTEEN(16))
+PRODUCTS_E4M3(128, D64, 64, 65, 66, SIXTY_FOUR(0))
 
 #undef FOUR
 #undef SIXTEEN
@@ -84,5 +88,6 @@ PRODUCTS(256, D128, 128, 129, 130, 131, 132, SIXTY_FOUR(0), SIXTY_FOUR(64))
 #undef D64
 #undef D128
 #undef PRODUCTS
+#undef PRODUCTS_E4M3
 
 #endif

@@ -11,9 +11,10 @@ from boleinfer import device, hopper, kernels
 from boleinfer.device import Array, Fp8
 from boleinfer.ops import Case, sigmoid, silu
 
-__all__ = ["CASES", "gated_linear", "head", "linear", "linear_pair", "sigmoid", "silu", "swiglu"]
+__all__ = ["CASES", "gated_linear", "head", "linear", "linear_pair", "sigmoid", "silu", "split_rows", "swiglu"]
 
 VECTOR_ROWS = 6  # of a matrix in one piece: up to here one matrix-vector product a row beats one matrix product
+SCALED = 128  # neighbours that share a scale
 SMALL = 1_000_000  # multiply-adds up to which OpenBLAS multiplies without packing its operands first
 
 
@@ -110,7 +111,7 @@ def head(x: Array, w: Array | Fp8, use: Array, allowed: Array | None, largest: A
     if not (device.c_type(x) == "bf16" and len(x) and _whole_words(x, bits) and kernels.runs_here(hopper.FILE)):
         return linear(x, w, np.float32), None
     out = device.empty((len(x), len(bits)), np.float32)
-    hopper.product(x, bits, scale, out, use=use, allowed=allowed, largest=largest)
+    _on_hopper(x, bits, scale, out, use=use, allowed=allowed, largest=largest)
     return out, largest
 
 
@@ -126,6 +127,35 @@ def largest_of(row: np.ndarray, allowed: np.ndarray | None = None) -> int:
     bits = int(np.float32(row[place] + 0.0).view(np.uint32))
     rising = 0xFFFFFFFF if np.isnan(row[place]) else bits ^ (0xFFFFFFFF if bits >> 31 else 1 << 31)
     return rising << 32 | 0xFFFFFFFF - place
+
+
+def split_rows(x: Array) -> tuple[Array, Array]:
+    """x as two E4M3 numbers each: s x = hi + lo / 32, where s is a power of two for each row and 128 neighbours.
+
+    Tensor cores multiply E4M3 weights by such numbers as they lie, where bf16 x would have weights made bf16 first.
+    s makes the largest of the 128 at least 128 and less than 256; eight significant bits are four of hi and four of lo,
+    so nothing is lost of what is at least 2^-14 of it, and of the rest at most 2^-22 of it.
+
+    x: bf16 [R, Din] -> E4M3 [2 R, Din], hi of all rows and then lo; 1 / s, float32 [ceil(Din / 128), R and a few more],
+    NaN where x is not finite. On the GPU E4M3 is uint8."""
+    (R, Din), blocks = x.shape, -(-x.shape[1] // SCALED)
+    if device.on_gpu(x):
+        parts = device.empty((2 * R, Din), np.uint8)
+        inverse = device.empty((blocks, -(-R // 64) * 64), np.float32)
+        Ldx = x.strides[0] // x.itemsize if R > 1 else Din
+        sizes = {"R": R, "Ldx": Ldx, "Din": Din, "Blocks": blocks, "Pad": inverse.shape[1]}
+        args = {"x": x, "parts": parts, "inverse": inverse, **sizes}
+        kernels.launch("split_rows.cu", "split_rows", -(-R * blocks * 16 // 256), 256, args)
+        return parts, inverse
+    wide, e4m3 = np.zeros((R, blocks, SCALED), np.float32), device.dtype("fp8")
+    wide.reshape(R, -1)[:, :Din] = x
+    most = abs(wide).max(-1, keepdims=True)
+    exponent = np.maximum(np.frexp(most)[1], -118)
+    scaled = np.ldexp(wide, 8 - exponent)
+    hi = scaled.astype(e4m3)
+    lo = ((scaled - hi.astype(np.float32)) * 32).astype(e4m3)
+    inverse = np.where(np.isfinite(most), np.ldexp(np.float32(1), exponent - 8), np.nan)[..., 0].T
+    return np.concatenate([part.reshape(R, -1)[:, :Din] for part in (hi, lo)]), inverse.astype(np.float32)
 
 
 # ---- on the GPU ------------------------------------------------------------------------------------------------------
@@ -154,7 +184,7 @@ def _linear_gpu(x: Array, w: Array | Fp8, dtype: Any, gated: bool = False) -> Ar
     if not out.size or (many and not plain and scale is None and not gated and blas(x, bits, out)):
         return out
     if on_hopper:
-        hopper.product(x, bits, scale, out, gated=gated)
+        _on_hopper(x, bits, scale, out, gated=gated)
         return out
     Ldx = x.strides[0] // x.itemsize if R > 1 else Din
     args = {"x": x, "w": bits, "scale": scale, "out": out, "R": R, "Ldx": Ldx, "Din": Din, "Dout": Dout}
@@ -169,6 +199,12 @@ def _linear_gpu(x: Array, w: Array | Fp8, dtype: Any, gated: bool = False) -> Ar
     else:
         _many_rows(args, types)
     return out
+
+
+def _on_hopper(x: Array, bits: Array, scale: Array | None, out: Array, **more: Any) -> None:
+    """hopper.product, of FP8 w with x split."""
+    x, inverse = (x, None) if scale is None else split_rows(x)
+    hopper.product(x, bits, scale, out, inverse=inverse, **more)
 
 
 def _whole_words(x: Array, w: Array) -> bool:

@@ -20,6 +20,6 @@ void wgmma(float (&d)[M], Tile a, Tile b, int step, SITE) {
   emulated::wgmma(d, M, a.at, b.at, step, HERE);
 }
 template <int M>
-void wgmma(float (&d)[M], const unsigned (&a)[4], Tile b, int step, SITE) {
-  emulated::wgmma(d, M, a, b.at, step, HERE);
+void wgmma_e4m3(float (&d)[M], Tile a, Tile b, int step, SITE) {
+  emulated::wgmma_e4m3(d, M, a.at, b.at, step, HERE);
 }

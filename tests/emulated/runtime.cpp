@@ -2,6 +2,7 @@
 //
 // A fiber runs until it has to wait. Warps are taken in turn, each as far as it gets; where none gets further and all
 // living threads of the block wait at a block barrier, that opens; anything else is a deadlock, which is reported.
+#include "cuda_fp8.h"
 #include "threads.h"
 
 namespace emulated {
@@ -151,16 +152,19 @@ void read_tile(unsigned short (&to)[16], const char* tile, int row, int step) {
   }
 }
 
+// Number k of 32 of FP8.
+float narrow(const unsigned short (&pairs)[16], int k) { return of_fp8(pairs[k / 2] >> k % 2 * 8 & 0xff); }
+
 void multiply(const Wgmma& p, float* d) {
   const int lane = current % 32, first = current / 32 % 4 * 16 + lane / 4;
   unsigned short a[2][16], b[16];
-  memcpy(a, p.from, sizeof a);
-  for (int i = 0; i < 2 && p.a; i++) read_tile(a[i], p.a, first + 8 * i, p.step);
+  for (int i = 0; i < 2; i++) read_tile(a[i], p.a, first + 8 * i, p.step);
   for (int j = 0; j < p.numbers / 2; j++) {
     read_tile(b, p.b, j / 2 * 8 + 2 * (lane % 4) + j % 2, p.step);
     for (int i = 0; i < 2; i++) {
       float& sum = d[j / 2 * 4 + 2 * i + j % 2];
-      for (int k = 0; k < 16; k++) sum += low(a[i][k]) * low(b[k]);
+      for (int k = 0; k < 16 && !p.e4m3; k++) sum += low(a[i][k]) * low(b[k]);
+      for (int k = 0; k < 32 && p.e4m3; k++) sum += narrow(a[i], k) * narrow(b, k);
     }
   }
 }
@@ -348,18 +352,13 @@ void wgmma_wait(int still, Site site) {
 
 void wgmma(float* d, int numbers, const char* a, const char* b, int step, Site site) {
   check_shared("wgmma", a, site, 64 * 128, 1024);
-  queue_product({d, numbers, 0, step, a, b, {}}, site);
+  queue_product({d, numbers, 0, step, a, b, false}, site);
 }
 
-void wgmma(float* d, int numbers, const unsigned (&a)[4], const char* b, int step, Site site) {
-  Wgmma p{d, numbers, 0, step, nullptr, b, {}};
-  const int g = current % 32 / 4;
-  for (int i = 0; i < 4; i++) {
-    unsigned long long all[32];
-    gather("wgmma", ~0u, a[i], all, site);
-    for (int t = 0; t < 4; t++) memcpy(&p.from[i % 2][i / 2 * 8 + 2 * t], &all[4 * g + t], 4);
-  }
-  queue_product(p, site);
+void wgmma_e4m3(float* d, int numbers, const char* a, const char* b, int step, Site site) {
+  check_shared("wgmma", a, site, 64 * 128, 1024);
+  if (step == 0) memset(d, 0, numbers * sizeof(float));
+  queue_product({d, numbers, 0, step, a, b, true}, site);
 }
 
 void fail(const char* what, Site site) { stop_thread(std::string(what) + " at " + at(site)); }

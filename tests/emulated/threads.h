@@ -58,8 +58,8 @@ struct Box {  // on its way into shared memory
 struct Wgmma {  // a product that is not done yet
   float* d;
   int numbers, group, step;
-  const char *a, *b;            // tiles; or
-  unsigned short from[2][16];   // the lane's two rows of A
+  const char *a, *b;  // tiles
+  bool e4m3;          // or bf16
 };
 
 struct Accumulators {  // what d is while it must not be touched

@@ -12,12 +12,13 @@ from boleinfer.declaration import KernelError
 from boleinfer.device import Fp8
 from boleinfer.ops import linear as ops_linear
 from boleinfer.ops import relative_error
-from boleinfer.ops.linear import gated_linear, linear, linear_pair, swiglu
+from boleinfer.ops.linear import gated_linear, linear, linear_pair, split_rows, swiglu
 
 BF16 = device.dtype("bf16")
 SOME = [1, 2, 7, 8, 9, 16, 17, 31, 33, 64, 65, 100, 128]
 ROWS = [*SOME, 129, 200]
 TENSOR_CORES = 1e-5  # relative error: their sums are float32, but cut off instead of rounded
+OF_E4M3 = 5e-4  # where they multiply E4M3 numbers, of whose sums they keep some 14 bits (an H200: 2.3e-4)
 
 
 @pytest.fixture(params=["hopper", "others"], autouse=True)
@@ -42,16 +43,22 @@ def made(R, Din, Dout, kind, seed=0):
     return x, Fp8(device.upload(bits), device.upload(scale)), bits.astype(np.float64) * full
 
 
+def sums_bound(kind, gpu, family):
+    """Relative error of float32 results."""
+    narrow = kind == "fp8" and gpu == "cuda" and family == "hopper" and kernels.runs_here(hopper.FILE)
+    return 1e-6 if kind == "float" else OF_E4M3 if narrow else TENSOR_CORES
+
+
 def got(x, w, dtype=np.float32):
     return device.download(linear(device.upload(x), w, dtype))
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8", "float"])
 @pytest.mark.parametrize("R", ROWS)
-def test_every_number_of_rows(gpu, R, kind):
+def test_every_number_of_rows(gpu, family, R, kind):
     x, w, plain = made(R, 1040 if R < 129 else 208, (145, 290)[R % 2], kind, R)
     expected = x.astype(np.float64) @ plain.T
-    assert relative_error(got(x, w), expected) < (1e-6 if kind == "float" else TENSOR_CORES)
+    assert relative_error(got(x, w), expected) < sums_bound(kind, gpu, family)
     assert relative_error(got(x, w, None).astype(np.float64), expected) < 4e-3
 
 
@@ -129,6 +136,41 @@ def test_neither_stages_nor_kernels_change_the_bits(gpu, family, kind, monkeypat
         np.testing.assert_array_equal(got(x[:rows], w), first[:rows])
     monkeypatch.setattr(ops_linear, "FEW_ROWS", 128)
     np.testing.assert_array_equal(got(x, w), first)
+
+
+@pytest.mark.parametrize("R,Din", [(1, 16), (3, 128), (7, 272), (65, 1040)])
+def test_rows_split_into_e4m3(gpu, R, Din):
+    rng = np.random.default_rng(R)
+    x = (rng.standard_normal((R, Din)) * np.exp(rng.uniform(-60, 60, (R, Din)))).astype(BF16)
+    x[R // 2, :5] = 0, -0.0, 1e-38, 3e38, -1e-40
+    x[0, -8:] = 0
+    parts, inverse = map(device.download, split_rows(device.upload(x)))
+    wanted, wanted_inverse = split_rows(x)
+    np.testing.assert_array_equal(parts, wanted.view(np.uint8))
+    np.testing.assert_array_equal(inverse[:, :R], wanted_inverse)
+
+
+def test_split_rows_lose_nothing_but_what_is_small():
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal((9, 300)) * np.exp(rng.uniform(-12, 12, (9, 300)))).astype(BF16)
+    parts, inverse = split_rows(x)
+    hi, lo = parts.astype(np.float64).reshape(2, 9, 300)
+    again = (hi + lo / 32) * np.repeat(inverse.T.astype(np.float64), 128, 1)[:, :300]
+    x = x.astype(np.float64)
+    most = np.concatenate([np.repeat(abs(x[:, i : i + 128]).max(1, keepdims=True), 128, 1) for i in (0, 128, 256)], 1)
+    most = most[:, :300]
+    large = abs(x) >= most * 2.0**-14
+    np.testing.assert_array_equal(again[large], x[large])
+    assert large.any() and not large.all() and (abs(again - x) <= most * 2.0**-22).all()
+
+
+def test_split_rows_that_are_not_finite_are_nan(gpu):
+    x = np.ones((3, 272), BF16)
+    x[0, 130], x[1, 5], x[1, 271] = np.nan, np.inf, -np.inf
+    for of in (x, device.upload(x)):
+        inverse = device.download(split_rows(of)[1]) if of is not x else split_rows(of)[1]
+        wanted = [[False, True, False], [True, False, False], [False, True, False]]
+        np.testing.assert_array_equal(np.isnan(inverse[:, :3]), wanted)
 
 
 def test_every_fp8_number_is_exact(gpu):
@@ -253,29 +295,30 @@ def test_two_products_of_the_same_rows(gpu, family, kinds, Din, Dout, More, monk
     out, more = map(device.download, linear_pair(given, w, w_more))
     assert out.dtype == BF16 and more.dtype == np.float32
     assert relative_error(out.astype(np.float64), x.astype(np.float64) @ plain.T) < 4e-3
-    assert relative_error(more, x.astype(np.float64) @ plain_more.T) < TENSOR_CORES
+    assert relative_error(more, x.astype(np.float64) @ plain_more.T) < sums_bound(kinds[1], gpu, family)
     monkeypatch.setattr(kernels, "launch", lambda *a, **k: (launched.append(a[1]), launch(*a, **k)))
     for rows in (1, 8, 9, 40):
         few = map(device.download, linear_pair(given[:rows], w, w_more))
         for got_few, all_rows in zip(few, (out, more)):
             np.testing.assert_array_equal(got_few, all_rows[:rows])
-    assert len(launched) == (4 if family == "hopper" and kinds == ("bf16", "bf16") else 8)
+    products = [name for name in launched if name != "split_rows"]
+    assert len(products) == (4 if family == "hopper" and kinds == ("bf16", "bf16") else 8)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 @pytest.mark.parametrize("R", [1, 8, 16, 64, 128, 512])
-def test_real_sizes(gpu, R, kind):
+def test_real_sizes(gpu, family, R, kind):
     if gpu != "cuda":
         pytest.skip("for a real GPU")
     x, w, plain = made(R, 4096, 4096, kind)
-    assert relative_error(got(x, w), x.astype(np.float64) @ plain.T) < TENSOR_CORES
+    assert relative_error(got(x, w), x.astype(np.float64) @ plain.T) < sums_bound(kind, gpu, family)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 @pytest.mark.parametrize("R", [1, 40, 200])
-def test_in_a_captured_graph(gpu, R, kind):
+def test_in_a_captured_graph(gpu, family, R, kind):
     if gpu != "cuda":
         pytest.skip("for a real GPU")
     import cupy
@@ -295,4 +338,4 @@ def test_in_a_captured_graph(gpu, R, kind):
         captured = device.download(out)
     if R <= ops_linear.SOME_ROWS:
         np.testing.assert_array_equal(captured, eager)
-    assert relative_error(captured, x.astype(np.float64) @ plain.T) < TENSOR_CORES
+    assert relative_error(captured, x.astype(np.float64) @ plain.T) < sums_bound(kind, gpu, family)
