@@ -5,7 +5,6 @@
 // shared: 8 bytes for each of 64 parts and each head of the block. Read twice: nothing.
 //
 // sizes: Dh=32,64,128,256 Act=bf16,float
-// spills: one register on sm_100
 #include "attention.cuh"
 
 constexpr int THREADS = 128, EACH = 4, HEADS = THREADS * EACH / Dh;  // heads of a block

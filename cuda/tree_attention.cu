@@ -11,7 +11,7 @@
 // from L2.
 //
 // sizes: Dh=32,64,128,256 Rows=16 Stages=2,3 Act=bf16 | Dh=32,64,128,256 Rows=64 Stages=2 Act=bf16
-// spills: a few registers at Dh=128 and 256 on sm_90 and 100, so that two blocks of 256 threads fit beside each other
+// spills: a few registers outside the products at Dh=256 on sm_90 and 100, so that two blocks of 256 threads fit beside each other
 #include "arrival.cuh"
 #include "attention.cuh"
 #include "mma.cuh"
@@ -231,7 +231,7 @@ __device__ void end_split(const Softmax& x, bool join, int skip, const Queries<R
 }
 
 // out = sum of parts / sum of weights * sigmoid(gate) for the tile's queries, a warp a query; as attention_join.cu.
-__device__ void join_tile(const Queries<Rows>& query, const QueryTile& tile, int count, int Ratio, int Hq, int Ldg,
+__device__ void join_tile(const Queries<Rows>& query, const Tile& tile, int count, int Ratio, int Hq, int Ldg,
                           const float* part_o, const float* part_ml, const Act* gate, Act* out) {
   constexpr int EACH = Dh / WARP, AT_ONCE = 16;  // columns of a lane; parts under way
   const int lane = threadIdx.x % WARP;
@@ -301,7 +301,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tree_attention(
     int P,
     int B,
     int M,
-    int Rq,
     int Room,
     int Splits,
     int Ldg,
@@ -314,16 +313,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tree_attention(
 
   // the tile; long ones are started first
   query.clear();
-  __syncthreads();
-  const Trees forest = {rows, request, ancestors, chain, start, committed, B, Rq};
+  const Trees forest = {rows, request, ancestors, chain, start, committed, B};
   const int Ratio = Hq / Hkv;
-  const auto longest_first = [](int tiles) { return tiles - 1 - int(blockIdx.x); };
-  const QueryTile tile = find_tile(forest, Rows, Ratio, Room, Splits, M * P, longest_first);
+  const Tile tile = find_tile(forest, gridDim.x - 1 - blockIdx.x, Rows, Ratio, Room, Splits, M * P);
   if (tile.request < 0) return;
   const bool side_by_side = tile.step > 1;
   const int splits = side_by_side ? split_of(tile.end - 1) + 1 : 1;
   if (blockIdx.z >= splits) return;
-  query.describe(forest, tile, Ratio, blockIdx.y, Hq);
+  query.describe(forest, tile, Ratio, Hq);
   write_parts(tile, Rows, Ratio, splits, parts);
 
   bf16* q_tile = reinterpret_cast<bf16*>(arena);

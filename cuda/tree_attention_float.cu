@@ -7,7 +7,6 @@
 // Read twice: the KV of a split, once for each tile of its request, from L2.
 //
 // sizes: Dh=32,64,128,256 Act=float
-// spills: two registers at Dh=64 or 128 on sm_80 to 90, so that four blocks fit beside each other
 #include "attention.cuh"
 
 constexpr int ROWS = 16, KEYS = 32, THREADS = 128, EIGHT = 8;  // EIGHT threads a query
@@ -48,7 +47,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) tree_attention(
     int P,
     int B,
     int M,
-    int Rq,
     int Room,
     int Splits,
     float scale)
@@ -62,17 +60,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) tree_attention(
   float *kv = q_tile + ROWS * STRIDE, *p = kv + KEYS * Dh;
 
   // the tile; long ones are started first
-  const Trees forest = {rows, request, ancestors, chain, start, committed, B, Rq};
+  const Trees forest = {rows, request, ancestors, chain, start, committed, B};
   const int Ratio = Hq / Hkv;
   query.clear();
-  __syncthreads();
-  const auto longest_first = [](int tiles) { return tiles - 1 - int(blockIdx.x); };
-  const QueryTile tile = find_tile(forest, ROWS, Ratio, Room, Splits, M * P, longest_first);
+  const Tile tile = find_tile(forest, gridDim.x - 1 - blockIdx.x, ROWS, Ratio, Room, Splits, M * P);
   if (tile.request < 0) return;
   const bool side_by_side = tile.step > 1;
   const int splits = side_by_side ? split_of(tile.end - 1) + 1 : 1;
   if (blockIdx.z >= splits) return;
-  query.describe(forest, tile, Ratio, blockIdx.y, Hq);
+  query.describe(forest, tile, Ratio, Hq);
   write_parts(tile, ROWS, Ratio, splits, parts);
   __syncthreads();
   for (int e = threadIdx.x; e < ROWS * Dh; e += THREADS) {
