@@ -1,4 +1,4 @@
-// Runs of bytes from global into shared memory without registers, and into L2 (sm_90 and later).
+// Runs of bytes from global into shared memory without registers (sm_90 and later).
 #pragma once
 
 #include "tma.cuh"
@@ -13,11 +13,6 @@ __device__ __forceinline__ void load_run(void* to, const void* from, int bytes, 
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
       "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(shared_address(&full))
       : "memory");
-}
-
-// Asks L2 for so many bytes, a multiple of 16, at a multiple of 16.
-__device__ __forceinline__ void prefetch_run(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes));
 }
 
 #endif

@@ -43,12 +43,11 @@ __device__ __forceinline__ unsigned widen_halves(unsigned halves) {
   return bits;
 }
 
-// Four E4M3 numbers as two pairs; the lower two of them.
+// Four E4M3 numbers as two pairs.
 __device__ __forceinline__ void widen(unsigned four, unsigned& first, unsigned& second) {
   first = widen_halves(__byte_perm(four, 0, 0x1404));
   second = widen_halves(__byte_perm(four, 0, 0x3424));
 }
-__device__ __forceinline__ unsigned widen_pair(unsigned two) { return widen_halves(__byte_perm(two, 0, 0x1404)); }
 
 // d += the products number 0 .. N-1 of 16 bytes of w (rows g and g+8 of a tile) with x: for bf16, N = 2 products and
 // 16 bytes of x; for FP8, N = 4 and 32 bytes.

@@ -10,4 +10,3 @@ void load_run(void* to, const void* from, int bytes, int* barrier, Site site);
 inline void load_run(void* to, const void* from, int bytes, Barrier& full, SITE) {
   emulated::load_run(to, from, bytes, &full.arrivals, HERE);
 }
-inline void prefetch_run(const void*, int) {}
