@@ -12,10 +12,10 @@
 constexpr int SIDE = 32, THREADS = 256, EACH = SIDE * SIDE / THREADS, PARTS = 8, SCALED = 128;
 
 extern "C" __global__ void __launch_bounds__(THREADS) linear_any(
-    const Act* __restrict__ x,        // [R, Din] strides [Ldx, 1]
+    const Act* x,                     // [R, Din] strides [Ldx, 1]
     const Wt* __restrict__ w,         // [Dout, Din]
     const float* __restrict__ scale,  // [(Dout + 127) / 128, (Din + 127) / 128] or null; of FP8 w
-    Out* __restrict__ out,            // [R, Dout]
+    Out* out,                         // [R, Dout]
     int R,
     int Ldx,
     int Din,

@@ -41,10 +41,10 @@ struct Row {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_few(
-    const bf16* __restrict__ x,       // [R, Din] strides [Ldx, 1] aligned 16
+    const bf16* x,                    // [R, Din] strides [Ldx, 1] aligned 16
     const Wt* __restrict__ w,         // [Dout, Din] aligned 16
     const float* __restrict__ scale,  // [(Dout + 127) / 128, (Din + 127) / 128] or null; of FP8 w
-    Out* __restrict__ out,            // [R, Dout / (1 + Gated)]
+    Out* out,                         // [R, Dout / (1 + Gated)]
     int R,
     int Ldx,
     int Din,

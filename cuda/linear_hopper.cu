@@ -241,15 +241,15 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2), 1) linear_hoppe
     const __grid_constant__ TensorMap<const Wt> w,       // [Dout, Din] box [64 * Groups]
     const __grid_constant__ TensorMap<const Wt> w_more,  // [More, Din] box [64 * Groups] or null
     const __grid_constant__ TensorMap<const Wt> x,       // [Xr, Din] strides [Ldx, 1] box [Rows]
-    const float* __restrict__ inverse,  // [(Din + 127) / 128, Pad] or null; 1 / s of x, for FP8 w
+    const float* inverse,           // [(Din + 127) / 128, Pad] or null; 1 / s of x, for FP8 w
     const float* __restrict__ scale,  // [(Dout + 127) / 128, (Din + 127) / 128] or null; of FP8 w
-    float* __restrict__ sums,         // [Sums] aligned 16 or null; of parts of tiles, lane by lane
-    int* __restrict__ tickets,        // [Tickets] or null; of each warp of a cut tile, 0 before and after
-    Out* __restrict__ out,            // [R, Dout / (1 + Gated)]
-    float* __restrict__ more,         // [R, More] or null; x w_more^T
-    const int* __restrict__ use,      // [R] or null; null: all results of all rows
-    const unsigned char* __restrict__ allowed,  // [Dout] or null; features that may be the largest, null: all
-    unsigned long long* __restrict__ largest,   // [R] or null; 0 before
+    float* sums,         // [Sums] aligned 16 or null; of parts of tiles, lane by lane
+    int* tickets,        // [Tickets] or null; of each warp of a cut tile, 0 before and after
+    Out* out,            // [R, Dout / (1 + Gated)]
+    float* more,         // [R, More] or null; x w_more^T
+    const int* use,      // [R] or null; null: all results of all rows
+    const unsigned char* allowed,  // [Dout] or null; features that may be the largest, null: all
+    unsigned long long* largest,   // [R] or null; 0 before
     int R,
     int Xr,
     int Pad,

@@ -49,12 +49,12 @@ __device__ __forceinline__ void multiply(float (&sum)[Slabs][Tiles][4], const ui
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1) linear_rows(
-    const bf16* __restrict__ x,       // [R, Din] strides [Ldx, 1] aligned 16
+    const bf16* x,                    // [R, Din] strides [Ldx, 1] aligned 16
     const Wt* __restrict__ w,         // [Dout, Din] aligned 16
     const float* __restrict__ scale,  // [(Dout + 127) / 128, (Din + 127) / 128] or null; of FP8 w
-    float* __restrict__ sums,         // [Sums] aligned 16 or null; of [group, tile] lane by lane, for several groups
-    int* __restrict__ tickets,        // [Tickets] or null; one for each tile
-    Out* __restrict__ out,            // [R, Dout]
+    float* sums,                      // [Sums] aligned 16 or null; of [group, tile] lane by lane, for several groups
+    int* tickets,                     // [Tickets] or null; one for each tile
+    Out* out,                         // [R, Dout]
     int R,
     int Ldx,
     int Din,

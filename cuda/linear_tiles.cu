@@ -54,10 +54,10 @@ __device__ __forceinline__ void multiply(float (&sum)[ROW_TILES][FEATURE_TILES][
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Wt) == 2 ? 2 : 1) linear_tiles(
-    const bf16* __restrict__ x,       // [R, Din] strides [Ldx, 1] aligned 16
+    const bf16* x,                    // [R, Din] strides [Ldx, 1] aligned 16
     const Wt* __restrict__ w,         // [Dout, Din] aligned 16
     const float* __restrict__ scale,  // [(Dout + 127) / 128, (Din + 127) / 128] or null; of FP8 w
-    Out* __restrict__ out,            // [R, Dout]
+    Out* out,                         // [R, Dout]
     int R,
     int Ldx,
     int Din,

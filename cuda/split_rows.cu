@@ -5,9 +5,9 @@
 #include "linear.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) split_rows(
-    const bf16* __restrict__ x,         // [R, Din] strides [Ldx, 1]
-    unsigned char* __restrict__ parts,  // [2 * R, Din] aligned 16; hi of all rows, then lo
-    float* __restrict__ inverse,        // [Blocks, Pad]; 1 / s, NaN where x is not finite
+    const bf16* x,         // [R, Din] strides [Ldx, 1]
+    unsigned char* parts,  // [2 * R, Din] aligned 16; hi of all rows, then lo
+    float* inverse,        // [Blocks, Pad]; 1 / s, NaN where x is not finite
     int R,
     int Ldx,
     int Din,
