@@ -27,26 +27,26 @@ struct Tree {
 
 // path = known rows, then nodes below the last known one while they hold what was sampled above them
 extern "C" __global__ void __launch_bounds__(1024) walk(
-    const int* __restrict__ sampled,   // [R] token after each row, negative: its logits are broken
-    const int* __restrict__ token,     // [R]
-    const int* __restrict__ parent,    // [R]
-    const int* __restrict__ start,     // [B + 1]
-    const int* __restrict__ slot,      // [B]
-    const int* __restrict__ known,     // [B]
-    const int* __restrict__ complete,  // [B] 0: nothing is sampled, the known rows are the path
-    const int* __restrict__ whole,     // [Slots, 5] as in sample.cu
-    int* __restrict__ row,             // [R] the path, from the request's first row on
-    int* __restrict__ count,           // [B] rows of the path
-    int* __restrict__ emitted,         // [B, L + 1] sampled along the path
-    int* __restrict__ emitted_count,   // [B]
-    int* __restrict__ error,           // [B] what was sampled at a broken last known row, else 0
-    int* __restrict__ drafted,         // [B] rows that were guesses
-    int* __restrict__ last_token,      // [Slots]
-    int* __restrict__ length,          // [Slots] committed tokens
-    int* __restrict__ draft_count,     // [Slots] 0 from here on
-    int* __restrict__ text_length,     // [Slots] tokens of prompt and output
-    int* __restrict__ generated,       // [Slots] tokens of the output
-    int* __restrict__ seen,            // [Slots, V] -1, or how often in the output; where there are penalties
+    const int* sampled,   // [R] token after each row, negative: its logits are broken
+    const int* token,     // [R]
+    const int* parent,    // [R]
+    const int* start,     // [B + 1]
+    const int* slot,      // [B]
+    const int* known,     // [B]
+    const int* complete,  // [B] 0: nothing is sampled, the known rows are the path
+    const int* whole,     // [Slots, 5] as in sample.cu
+    int* row,             // [R] the path, from the request's first row on
+    int* count,           // [B] rows of the path
+    int* emitted,         // [B, L + 1] sampled along the path
+    int* emitted_count,   // [B]
+    int* error,           // [B] what was sampled at a broken last known row, else 0
+    int* drafted,         // [B] rows that were guesses
+    int* last_token,      // [Slots]
+    int* length,          // [Slots] committed tokens
+    int* draft_count,     // [Slots] 0 from here on
+    int* text_length,     // [Slots] tokens of prompt and output
+    int* generated,       // [Slots] tokens of the output
+    int* seen,            // [Slots, V] -1, or how often in the output; where there are penalties
     int L,
     int V)
 {
@@ -106,24 +106,24 @@ extern "C" __global__ void __launch_bounds__(1024) walk(
 
 // A chain of the path's rows, each with the token that follows it
 extern "C" __global__ void __launch_bounds__(1024) follow(
-    const int* __restrict__ path,         // [R] accepted rows, from the request's first row on
-    const int* __restrict__ count,        // [B]
-    const int* __restrict__ step_token,   // [R] tokens of the step's forest
-    const int* __restrict__ start,        // [B + 1]
-    const int* __restrict__ committed,    // [B] before the step
-    const int* __restrict__ slot,         // [B]
-    const int* __restrict__ complete,     // [B]
-    const int* __restrict__ next_token,   // [B] the token after an incomplete request's known rows
-    const int* __restrict__ last_token,   // [Slots] the token after a complete request's path
-    int* __restrict__ token,              // [R]
-    int* __restrict__ parent,             // [R]
-    int* __restrict__ depth,              // [R]
-    int* __restrict__ request,            // [R]
-    int* __restrict__ position,           // [R]
-    int* __restrict__ kv_slot,            // [R]
-    int* __restrict__ chain,              // [B]
-    int* __restrict__ hidden_row,         // [R] the row of the step that each one pairs with, -1: unused
-    int* __restrict__ last_row,           // [B] -1: none
+    const int* path,        // [R] accepted rows, from the request's first row on
+    const int* count,       // [B]
+    const int* step_token,  // [R] tokens of the step's forest
+    const int* start,       // [B + 1]
+    const int* committed,   // [B] before the step
+    const int* slot,        // [B]
+    const int* complete,    // [B]
+    const int* next_token,  // [B] the token after an incomplete request's known rows
+    const int* last_token,  // [Slots] the token after a complete request's path
+    int* token,             // [R]
+    int* parent,            // [R]
+    int* depth,             // [R]
+    int* request,           // [R]
+    int* position,          // [R]
+    int* kv_slot,           // [R]
+    int* chain,             // [B]
+    int* hidden_row,        // [R] the row of the step that each one pairs with, -1: unused
+    int* last_row,          // [B] -1: none
     int R)
 {
   after_previous();

@@ -17,3 +17,23 @@ __device__ __forceinline__ bool arrives_last(int* counter, int blocks) {
   __syncthreads();
   return last;
 }
+
+// Of `blocks` that call it with this counter the last `ranks` wait until all have come: the block's rank among these, -1
+// for the others; what all wrote before can then be read. So many blocks, of all counters in use, must fit on the device
+// beside one that still works. The counter is 0 before and after. All threads together; they get the same.
+__device__ __forceinline__ int arrives_among_last(int* counter, int blocks, int ranks) {
+  __shared__ int rank;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    const int before = atomicAdd(counter, 1);
+    rank = before - (blocks - ranks);
+    if (rank >= 0) {
+      while (before < blocks - 1 && *static_cast<volatile int*>(counter) < blocks) {}
+      atomicInc(reinterpret_cast<unsigned*>(counter), unsigned(blocks + ranks - 1));  // the last one clears it
+    }
+    __threadfence();
+  }
+  __syncthreads();
+  return rank;
+}

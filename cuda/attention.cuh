@@ -15,30 +15,44 @@ constexpr float LOG2_E = 1.4426950408889634f;
 
 // ---- splits: 64 slots each up to 2048, then 16 for every doubling ---------------------------------------------------
 
+constexpr int SPLIT = 64;     // slots: all splits begin and end at multiples of it
+constexpr int SINGLE = 2048;  // up to here each split is as long as that
+
 __device__ __forceinline__ int split_of(int slot) {
-  if (slot < 2048) return slot / 64;
-  const int octave = 31 - __clz(slot / 2048);
-  return 32 + 16 * octave + ((slot - (2048 << octave)) >> (7 + octave));
+  if (slot < SINGLE) return slot / SPLIT;
+  const int octave = 31 - __clz(slot / SINGLE);
+  return 32 + 16 * octave + ((slot - (SINGLE << octave)) >> (7 + octave));
 }
 
 __device__ __forceinline__ int split_begin(int split) {
-  if (split < 32) return split * 64;
+  if (split < 32) return split * SPLIT;
   const int octave = (split - 32) / 16;
-  return (2048 << octave) + ((split - 32) % 16 << (7 + octave));
+  return (SINGLE << octave) + ((split - 32) % 16 << (7 + octave));
 }
 
 // ---- parts -----------------------------------------------------------------------------------------------------------
 
-// Factors of an earlier and of a later part in their sum; m becomes the common maximum.
+// 2^x, 0 below 2^-126
+__device__ __forceinline__ float power2(float x) {
+#ifdef EMULATED
+  return exp2f(x);
+#else
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
+
+// Factors of an earlier and of a later part in their sum; m becomes the common maximum. A part without slots is zero.
 __device__ __forceinline__ float2 join_factors(float& m, float later) {
   const float top = fmaxf(m, later);
-  const float2 factor = {m == -inf() ? 0.0f : exp2f(m - top), later == -inf() ? 0.0f : exp2f(later - top)};
+  const float2 factor = {m == top ? 1.0f : power2(m - top), later == top ? 1.0f : power2(later - top)};
   m = top;
   return factor;
 }
 
 __device__ __forceinline__ float joined(float earlier, float later, float2 factor) {
-  return fmaf(earlier, factor.x, __fmul_rn(later, factor.y));
+  return fmaf(later, factor.y, __fmul_rn(earlier, factor.x));
 }
 
 // ---- tiles -----------------------------------------------------------------------------------------------------------
@@ -50,10 +64,10 @@ struct Trees {
   const int* chain;           // [B]
   const int* start;           // [B+1]
   const int* committed;       // [B]
-  int B;
+  int B, Rq;
 };
 
-struct Tile {
+struct QueryTile {
   int request;  // -1: nothing to do
   int q_row;    // row of q of the request's query 0
   int row;      // its row in the forest
@@ -67,69 +81,58 @@ struct Tile {
   int step;     // from a row's first part to the next row's: number of its parts
 };
 
-// x of all threads before this one, added up. At most 8 full warps.
-__device__ __forceinline__ int2 block_before(int2 x) {
-  __shared__ int2 total[8];
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  int2 sum = x;
-  for (int d = 1; d < WARP; d *= 2) {
-    const int tiles = __shfl_up_sync(ALL_LANES, sum.x, d), rows = __shfl_up_sync(ALL_LANES, sum.y, d);
-    if (lane >= d) sum = int2{sum.x + tiles, sum.y + rows};
-  }
-  if (lane == WARP - 1) total[warp] = sum;
-  __syncthreads();
-  for (int w = 0; w < warp; w++) sum = int2{sum.x + total[w].x, sum.y + total[w].y};
-  return int2{sum.x - x.x, sum.y - x.y};
-}
-
 // The request's parts: `Splits` a row while its rows, of which `before` are taken, fit into Room, else one a row.
-__device__ __forceinline__ void place_parts(Tile& tile, int N, int before, int Room, int Splits) {
+__device__ __forceinline__ void place_parts(QueryTile& tile, int N, int before, int Room, int Splits) {
   const bool side_by_side = N <= TREE_ROWS && before + N <= Room;
   tile.step = side_by_side ? Splits : 1;
   tile.part = side_by_side ? before * Splits : Room * Splits + tile.q_row;
 }
 
-// The index-th tile of `Rows` queries. All threads together; every thread gets the same. With a request a thread or fewer
-// all that it reads lies one wait away.
-__device__ __forceinline__ Tile find_tile(const Trees& f, int index, int Rows, int Ratio, int Room, int Splits, int Slots) {
-  __shared__ Tile found;
-  if (threadIdx.x == 0) found.request = -1;
-  if (f.rows != nullptr) {
-    const int a_row = (Ratio + Rows - 1) / Rows, i = index / a_row, row = f.rows[i];
-    const int b = row < 0 ? -1 : f.request[row];
-    if (threadIdx.x == 0 && b >= 0) {
-      found = Tile{b, i, row, index % a_row * Rows, Ratio, f.start[b], f.committed[b], f.chain[b], 0, 0, 0};
-      found.end = min(found.T + row - found.start + 1, Slots);
-      place_parts(found, 1, i, Room, Splits);
-    }
-  } else {
-    const int each = (f.B + blockDim.x - 1) / blockDim.x, lo = min(f.B, int(threadIdx.x) * each);
-    const int hi = min(f.B, lo + each), T = lo < hi ? f.committed[lo] : 0, chain = lo < hi ? f.chain[lo] : 0;
-    int2 mine = {0, 0};  // tiles, and rows that may have room for many parts
-    for (int b = lo; b < hi; b++) {
-      const int N = f.start[b + 1] - f.start[b];
-      mine.x += (N * Ratio + Rows - 1) / Rows;
-      mine.y += N <= TREE_ROWS ? N : 0;
-    }
-    int2 before = block_before(mine);
-    if (before.x <= index && index < before.x + mine.x) {
-      for (int b = lo;; b++) {
-        const int start = f.start[b], N = f.start[b + 1] - start, tiles = (N * Ratio + Rows - 1) / Rows;
-        if (index < before.x + tiles) {
-          const int first = (index - before.x) * Rows;
-          found = Tile{b, start, start, first, N * Ratio, start, T, chain, 0, 0, 0};
-          if (b > lo) found.T = f.committed[b], found.chain = f.chain[b];
-          place_parts(found, N, before.y, Room, Splits);
-          const int nodes = found.chain && found.step == 1 ? min(N, (first + Rows - 1) / Ratio + 1) : N;
-          found.end = min(found.T + nodes, Slots);
-          break;
-        }
-        before = int2{before.x + tiles, before.y + (N <= TREE_ROWS ? N : 0)};
-      }
-    }
+// Of the tiles of `Rows` queries, those of the earliest request or entry of `rows` first, the one whose number choose(how
+// many there are) gives. Each warp finds it for itself, from what was there before the pass began.
+template <class Choose>
+__device__ __forceinline__ QueryTile find_tile(
+    const Trees& f, int Rows, int Ratio, int Room, int Splits, int Slots, Choose choose) {
+  const int lane = threadIdx.x % WARP, count = f.rows == nullptr ? f.B : f.Rq, each = (count + WARP - 1) / WARP;
+  const int lo = min(count, lane * each), hi = min(count, lo + each);
+  const auto rows_of = [&](int i) {  // that attend together
+    if (f.rows == nullptr) return __ldcg(f.start + i + 1) - __ldcg(f.start + i);
+    const int row = __ldcg(f.rows + i);
+    return row >= 0 && __ldcg(f.request + row) >= 0 ? 1 : 0;
+  };
+  const auto tiles_of = [&](int N) { return (N * Ratio + Rows - 1) / Rows; };
+  const auto room_of = [&](int N) { return N <= TREE_ROWS ? N : 0; };  // rows that may have room for many parts
+  int tiles = 0, rows = 0, T = 0, chain = 0;
+  if (f.rows == nullptr && lo < hi) T = __ldcg(f.committed + lo), chain = __ldcg(f.chain + lo);  // with what follows
+#pragma unroll 1
+  for (int i = lo; i < hi; i++) {
+    const int N = rows_of(i);
+    tiles += tiles_of(N), rows += room_of(N);
   }
-  __syncthreads();
-  return found;
+  int tiles_upto = tiles, rows_upto = rows;
+#pragma unroll 1
+  for (int d = 1; d < WARP; d *= 2) {
+    const int t = __shfl_up_sync(ALL_LANES, tiles_upto, d), r = __shfl_up_sync(ALL_LANES, rows_upto, d);
+    if (lane >= d) tiles_upto += t, rows_upto += r;
+  }
+  const int index = choose(__shfl_sync(ALL_LANES, tiles_upto, WARP - 1));
+  const unsigned owner = __ballot_sync(ALL_LANES, tiles_upto - tiles <= index && index < tiles_upto);
+  if (owner == 0) return {-1};
+  const int from = __ffs(owner) - 1;
+  int i = from * each, N = rows_of(i);
+  tiles = __shfl_sync(ALL_LANES, tiles_upto - tiles, from), rows = __shfl_sync(ALL_LANES, rows_upto - rows, from);
+  T = __shfl_sync(ALL_LANES, T, from), chain = __shfl_sync(ALL_LANES, chain, from);
+#pragma unroll 1
+  for (; index >= tiles + tiles_of(N); N = rows_of(++i)) tiles += tiles_of(N), rows += room_of(N);
+
+  const int row = __ldcg(f.rows == nullptr ? f.start + i : f.rows + i);
+  const int b = f.rows == nullptr ? i : __ldcg(f.request + row), start = __ldcg(f.start + b);
+  if (f.rows != nullptr || i != from * each) T = __ldcg(f.committed + b), chain = __ldcg(f.chain + b);
+  QueryTile tile = {b, f.rows == nullptr ? row : i, row, (index - tiles) * Rows, N * Ratio, start, T, chain};
+  place_parts(tile, N, rows, Room, Splits);
+  const int nodes = chain && tile.step == 1 ? min(N, (tile.first + Rows - 1) / Ratio + 1) : N;
+  tile.end = min(T + (f.rows == nullptr ? nodes : row - start + 1), Slots);
+  return tile;
 }
 
 // ---- queries and what they see --------------------------------------------------------------------------------------
@@ -140,30 +143,31 @@ template <int Rows>
 struct Queries {
   int place[Rows];
   int node[Rows];
-  unsigned ancestors[Rows][TREE_WORDS];
+  alignas(16) unsigned ancestors[Rows][TREE_WORDS];
   unsigned seen[TREE_WORDS];
   int last, T, chain;
 
-  // Before find_tile, whose barriers make it known.
+  // A barrier has to follow before describe().
   __device__ void clear() {
     if (threadIdx.x < TREE_WORDS) seen[threadIdx.x] = 0;
     if (threadIdx.x == 0) last = -1;
   }
 
-  // All threads together, at least Rows of them. The caller's next barrier makes it readable.
-  __device__ void describe(const Trees& f, const Tile& tile, int Ratio, int Hq) {
+  // Of the query heads of a KV head. All threads together, at least Rows of them. The caller's next barrier makes it
+  // readable.
+  __device__ void describe(const Trees& f, const QueryTile& tile, int Ratio, int kv_head, int Hq) {
     const int j = threadIdx.x, i = tile.first + j, row = tile.row + i / Ratio;
     if (j == 0) T = tile.T, chain = tile.chain;
     if (j >= Rows) return;
     int b = -1;
     unsigned mask[TREE_WORDS] = {};
     if (i < tile.queries) {
-      b = f.request[row];
+      b = __ldcg(f.request + row);
 #pragma unroll
-      for (int w = 0; w < TREE_WORDS; w++) mask[w] = f.ancestors[(long long)row * TREE_WORDS + w];
+      for (int w = 0; w < TREE_WORDS; w++) mask[w] = __ldcg(f.ancestors + (long long)row * TREE_WORDS + w);
     }
     const bool used = b == tile.request;
-    const int head = int(blockIdx.y) * Ratio + i % Ratio;
+    const int head = kv_head * Ratio + i % Ratio;
     place[j] = used ? (tile.part + i / Ratio * tile.step) * Hq + head : -1;
     node[j] = used ? row - tile.start : -1;
     if (used) atomicMax(&last, node[j]);
@@ -174,11 +178,34 @@ struct Queries {
     }
   }
 
+  // Slots that all of 16 queries from `row` on see, at least. By one warp.
+  __device__ int all_see(int row) const {
+    const int lane = threadIdx.x % WARP, own = lane < 16 && place[row + lane] >= 0 ? node[row + lane] : 0x7fffffff;
+    const int least = __reduce_min_sync(ALL_LANES, own);
+    return T + (chain && least < 0x7fffffff ? least + 1 : 0);
+  }
+
+  // Slots that each some query sees, at least.
+  __device__ int all_seen() const { return T + (chain ? last + 1 : 0); }
+
   // Whether query j sees a slot; a slot that it sees was written.
   __device__ bool sees(int j, int slot) const {
     if (slot < T) return true;
     const int a = slot - T;
     return chain ? a <= node[j] : a < TREE_ROWS && ancestors[j][a / 32] >> a % 32 & 1;
+  }
+
+  // Which of the 64 slots from `key` on query j sees, the first one in the lowest bit.
+  __device__ unsigned long long visible(int j, int key) const {
+    const auto first = [](int n) { return n >= 64 ? ~0ull : (1ull << max(n, 0)) - 1; };
+    const int old = T - key;
+    if (old >= 64 || chain) return first(old >= 64 ? 64 : old + node[j] + 1);
+    const uint4 words = *reinterpret_cast<const uint4*>(ancestors[j]);
+    const unsigned long long low = words.x | (unsigned long long)words.y << 32;
+    const unsigned long long high = words.z | (unsigned long long)words.w << 32;
+    if (old > 0) return low << old | first(old);
+    if (old <= -64) return old <= -128 ? 0 : high >> (-old - 64);
+    return old == 0 ? low : low >> -old | high << (64 + old);
   }
 
   // Whether any of them sees it.
@@ -190,7 +217,7 @@ struct Queries {
 };
 
 // Where each row's parts lie and how many they are, for attention_join.cu: written by one block for each tile.
-__device__ __forceinline__ void write_parts(const Tile& tile, int Rows, int Ratio, int count, int* parts) {
+__device__ __forceinline__ void write_parts(const QueryTile& tile, int Rows, int Ratio, int count, int* parts) {
   const int i = tile.first + threadIdx.x;
   if (parts == nullptr || blockIdx.y || blockIdx.z || threadIdx.x >= Rows || i >= tile.queries) return;
   if (threadIdx.x && i % Ratio) return;  // once a row

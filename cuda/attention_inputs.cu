@@ -76,18 +76,18 @@ __device__ void head(const Act* x, const float* w, const float* cos, const float
 }
 
 extern "C" __global__ void __launch_bounds__(128, 6) attention_inputs(
-    const Act* __restrict__ qkv,         // [Rows, 2*(Hq+Hkv)*Dh] q, gate, k, v
-    const float* __restrict__ q_norm,    // [Dh] a delta to 1
-    const float* __restrict__ k_norm,    // [Dh]
-    const float* __restrict__ cos,       // [Rows, Half]
-    const float* __restrict__ sin,       // [Rows, Half]
-    const int* __restrict__ rows,        // [Rows] or null: rows of the forest
-    const int* __restrict__ request,     // [R] -1 at an unused row
-    const int* __restrict__ kv_slot,     // [R]
-    const int* __restrict__ page_table,  // [B, M] -1 where there is no page
-    Act* __restrict__ q,                 // [Rows, Hq, Dh]
-    Act* __restrict__ k_pages,           // [Pages, P, Hkv, Dh]
-    Act* __restrict__ v_pages,           // [Pages, P, Hkv, Dh]
+    const Act* qkv,                    // [Rows, 2*(Hq+Hkv)*Dh] q, gate, k, v
+    const float* __restrict__ q_norm,  // [Dh] a delta to 1
+    const float* __restrict__ k_norm,  // [Dh]
+    const float* cos,                  // [Rows, Half]
+    const float* sin,                  // [Rows, Half]
+    const int* rows,                   // [Rows] or null: rows of the forest
+    const int* request,                // [R] -1 at an unused row
+    const int* kv_slot,                // [R]
+    const int* page_table,             // [B, M] -1 where there is no page
+    Act* q,                            // [Rows, Hq, Dh]
+    Act* k_pages,                      // [Pages, P, Hkv, Dh]
+    Act* v_pages,                      // [Pages, P, Hkv, Dh]
     int Rows,
     int Hq,
     int Hkv,

@@ -5,19 +5,20 @@
 // shared: 8 bytes for each of 64 parts and each head of the block. Read twice: nothing.
 //
 // sizes: Dh=32,64,128,256 Act=bf16,float
+// spills: one register on sm_100
 #include "attention.cuh"
 
 constexpr int THREADS = 128, EACH = 4, HEADS = THREADS * EACH / Dh;  // heads of a block
 constexpr int AT_ONCE = 64;                                         // parts
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_join(
-    const float* __restrict__ part_o,   // [Parts, Hq, Dh] aligned 16
-    const float* __restrict__ part_ml,  // [Parts, Hq, 2] aligned 16
-    const int* __restrict__ parts,      // [Rq, 2] first part and number of parts of a row
-    const int* __restrict__ rows,       // [Rq] or null; rows of the forest, -1 for none
-    const int* __restrict__ request,    // [R]
-    const Act* __restrict__ gate,       // [Rq, Hq, Dh] strides [Ldg, Dh, 1]
-    Act* __restrict__ out,              // [Rq, Hq, Dh]
+    const float* part_o,   // [Parts, Hq, Dh] aligned 16
+    const float* part_ml,  // [Parts, Hq, 2] aligned 16
+    const int* parts,      // [Rq, 2] first part and number of parts of a row
+    const int* rows,       // [Rq] or null; rows of the forest, -1 for none
+    const int* request,    // [R]
+    const Act* gate,       // [Rq, Hq, Dh] strides [Ldg, Dh, 1]
+    Act* out,              // [Rq, Hq, Dh]
     int Hq,
     int Ldg)
 {

@@ -23,8 +23,9 @@ __device__ __forceinline__ float nan() { return __int_as_float(0x7fc00000); }
 // Waits until the kernels queued before this one are done and what they wrote can be read. A kernel that calls it is
 // launched while they still run: what stands before the call, such as reading weights, overlaps with them. Before the
 // call nothing may be written, and nothing read that another kernel writes.
-// The compiler keeps to that for plain pointers. What is `const __restrict__` it may read when it likes, before the call
-// too: where a branch stands between call and read it has done so (gates of the delta rule, 2026-11-30).
+// The compiler keeps to that for plain pointers. A pointer that is `__restrict__`, and __ldg, tell it that the wait has
+// nothing to do with them: it has moved such reads across the call. So only weights are `__restrict__`
+// (tests/test_waiting.py).
 __device__ __forceinline__ void after_previous() {
 #if !defined(EMULATED) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");  // the next one may come and wait here as well

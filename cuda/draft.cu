@@ -88,14 +88,14 @@ __device__ void join_threads(Key (&best)[Top], float& m, float& sum) {
 
 // p = e^(x - max) / sum e^(x - max) of the Top largest x
 extern "C" __global__ void __launch_bounds__(256, 4) candidates(
-    const float* __restrict__ logits,           // [N, Vocab]
-    const int* __restrict__ rows,               // [N] or null; -1: the row holds nothing
-    const int* __restrict__ names,              // [Vocab] or null: the id of each column, -1: none; null: its number
-    unsigned long long* __restrict__ part_key,  // [N, Parts, Top]
-    float* __restrict__ part_sum,               // [N, Parts, 2] maximum and sum
-    int* __restrict__ arrived,                  // [Counters] zeros
-    int* __restrict__ ids,                      // [N, Top] by falling logit, of equal ones the lower column; -1: none
-    float* __restrict__ prob,                   // [N, Top]
+    const float* logits,           // [N, Vocab]
+    const int* rows,               // [N] or null; -1: the row holds nothing
+    const int* names,              // [Vocab] or null: the id of each column, -1: none; null: its number
+    unsigned long long* part_key,  // [N, Parts, Top]
+    float* part_sum,               // [N, Parts, 2] maximum and sum
+    int* arrived,                  // [Counters] zeros
+    int* ids,                      // [N, Top] by falling logit, of equal ones the lower column; -1: none
+    float* prob,                   // [N, Top]
     int Vocab,
     int Parts)
 {
@@ -178,31 +178,31 @@ extern "C" __global__ void __launch_bounds__(256, 4) candidates(
 
 // One level: children of the candidates that were run, and the likeliest of these, to be run next
 extern "C" __global__ void __launch_bounds__(1024) grow(
-    const int* __restrict__ ids,           // [N, Top] N = B at level 0, else B * Width
-    const float* __restrict__ prob,        // [N, Top]
-    const int* __restrict__ slot,          // [B]
-    const int* __restrict__ limit,         // [B] nodes of a draft at most
-    const int* __restrict__ reach,         // [B] tokens of a path at most
-    const int* __restrict__ length,        // [Slots] committed tokens
-    int* __restrict__ candidate_token,     // [B, C]
-    int* __restrict__ candidate_parent,    // [B, C]
-    float* __restrict__ candidate_prob,    // [B, C] of the whole path; -1: no candidate
-    int* __restrict__ run,                 // [B] candidates that were run
-    int* __restrict__ chosen,              // [B, Width] candidates to be run
-    int* __restrict__ level_token,         // [B, Width]
-    int* __restrict__ level_row,           // [B, Width] row of the forest, -1: none
-    int* __restrict__ level_source,        // [B, Width] row of ids under which it was found
-    int* __restrict__ level_position,      // [B, Width]
-    int* __restrict__ token,               // [R] the forest, R = B * Levels * Width, at least 1
-    int* __restrict__ parent,              // [R]
-    int* __restrict__ depth,               // [R]
-    int* __restrict__ request,             // [R]
-    int* __restrict__ position,            // [R]
-    int* __restrict__ kv_slot,             // [R]
-    unsigned* __restrict__ ancestors,      // [R, 4]
-    int* __restrict__ chain,               // [B]
-    int* __restrict__ start,               // [B + 1]
-    int* __restrict__ committed,           // [B]
+    const int* ids,         // [N, Top] N = B at level 0, else B * Width
+    const float* prob,      // [N, Top]
+    const int* slot,        // [B]
+    const int* limit,       // [B] nodes of a draft at most
+    const int* reach,       // [B] tokens of a path at most
+    const int* length,      // [Slots] committed tokens
+    int* candidate_token,   // [B, C]
+    int* candidate_parent,  // [B, C]
+    float* candidate_prob,  // [B, C] of the whole path; -1: no candidate
+    int* run,               // [B] candidates that were run
+    int* chosen,            // [B, Width] candidates to be run
+    int* level_token,       // [B, Width]
+    int* level_row,         // [B, Width] row of the forest, -1: none
+    int* level_source,      // [B, Width] row of ids under which it was found
+    int* level_position,    // [B, Width]
+    int* token,             // [R] the forest, R = B * Levels * Width, at least 1
+    int* parent,            // [R]
+    int* depth,             // [R]
+    int* request,           // [R]
+    int* position,          // [R]
+    int* kv_slot,           // [R]
+    unsigned* ancestors,    // [R, 4]
+    int* chain,             // [B]
+    int* start,             // [B + 1]
+    int* committed,         // [B]
     int C,
     int Width,
     int Levels,
@@ -301,19 +301,19 @@ extern "C" __global__ void __launch_bounds__(1024) grow(
 
 // The slot's draft: its likeliest candidates, the likelier first, of equal ones the earlier; so parents come first
 extern "C" __global__ void __launch_bounds__(MOST) keep(
-    const int* __restrict__ candidate_token,   // [B, C]
-    const int* __restrict__ candidate_parent,  // [B, C]
-    const float* __restrict__ candidate_prob,  // [B, C] -1: no candidate
-    const int* __restrict__ slot,              // [B]
-    const int* __restrict__ limit,             // [B] nodes of a draft at most
-    int* __restrict__ draft_token,             // [Slots, L]
-    int* __restrict__ draft_parent,            // [Slots, L]
-    float* __restrict__ draft_prob,            // [Slots, L]
-    int* __restrict__ draft_count,             // [Slots]
-    int* __restrict__ told_draft_token,        // [B, L] the same by request, for the host
-    int* __restrict__ told_draft_parent,       // [B, L]
-    float* __restrict__ told_draft_prob,       // [B, L]
-    int* __restrict__ told_draft_count,        // [B]
+    const int* candidate_token,   // [B, C]
+    const int* candidate_parent,  // [B, C]
+    const float* candidate_prob,  // [B, C] -1: no candidate
+    const int* slot,              // [B]
+    const int* limit,             // [B] nodes of a draft at most
+    int* draft_token,             // [Slots, L]
+    int* draft_parent,            // [Slots, L]
+    float* draft_prob,            // [Slots, L]
+    int* draft_count,             // [Slots]
+    int* told_draft_token,        // [B, L] the same by request, for the host
+    int* told_draft_parent,       // [B, L]
+    float* told_draft_prob,       // [B, L]
+    int* told_draft_count,        // [B]
     int C,
     int L,
     float least)  // probability

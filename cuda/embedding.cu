@@ -24,9 +24,9 @@ __device__ void copy_row(const Wt* from, Act* to, int D, bool valid) {
 }
 
 extern "C" __global__ void __launch_bounds__(1024) embedding(
-    const int* __restrict__ ids,   // [R]
+    const int* ids,                // [R]
     const Wt* __restrict__ table,  // [Vocab, D]
-    Act* __restrict__ out,         // [R, D]
+    Act* out,                      // [R, D]
     int Vocab,
     int D)
 {

@@ -42,10 +42,10 @@ __device__ __forceinline__ void norm_heads(const Act* o, const Act* z, const flo
 }
 
 extern "C" __global__ void __launch_bounds__(128, 8) gated_rms_norm(
-    const Act* __restrict__ o,    // [R, Hv, V]
-    const Act* __restrict__ z,    // [R, Hv, V] strides [Ldz, V, 1]; columns of a wider matrix
+    const Act* o,                 // [R, Hv, V]
+    const Act* z,                 // [R, Hv, V] strides [Ldz, V, 1]; columns of a wider matrix
     const float* __restrict__ w,  // [V] a plain gain
-    Act* __restrict__ out,        // [R, Hv, V]
+    Act* out,                     // [R, Hv, V]
     int R,
     int Hv,
     int Ldz,

@@ -124,11 +124,12 @@ __device__ __forceinline__ void for_parts(F f) {
 
 // ---- keys in shared memory ------------------------------------------------------------------------------------------
 
-// to[part][i] = from(i), or zeros where that is null, for i < count; `any` is some address that can be read.
-template <int MOST, class From>
+// to[part][i] = from(i), or zeros where that is null, for i < count, by warps FIRST and on; `any` is some address that can be
+// read.
+template <int FIRST = 0, int MOST, class From>
 __device__ __forceinline__ void gather(bf16 (*to)[MOST][PITCH], int count, const Act* any, const Lane& me, From from) {
 #pragma unroll 1
-  for (int word = WARP * me.warp + me.lane; word < count * (K / 8); word += THREADS) {
+  for (int word = WARP * (me.warp - FIRST) + me.lane; word < count * (K / 8); word += THREADS - WARP * FIRST) {
     const int i = word / (K / 8), k = word % (K / 8) * 8;
     const Act* src = from(i);
     if constexpr (HALF) {
@@ -156,13 +157,19 @@ __device__ __forceinline__ void gather(bf16 (*to)[MOST][PITCH], int count, const
 // reads of a warp meet different banks. Four neighbours at a multiple of 4 stay neighbours.
 __device__ __forceinline__ int place(int i, int v) { return i * Vt + (v ^ (4 * i & 24 & (Vt - 1))); }
 
-// Starts copying a state's tile, whose rows are V apart.
-__device__ __forceinline__ void fetch_state(float* tile, const float* S, const Lane& me) {
-#pragma unroll 4
-  for (int word = WARP * me.warp + me.lane; word < K * Vt / 4; word += THREADS) {
-    const int i = word / (Vt / 4), v = word % (Vt / 4) * 4;
-    cp_async16(tile + place(i, v), S + i * V + v, true);
+// Starts copying the warp's columns of a state, of 16 keys, 16 s on, or of all. S: from the tile's first column on, rows V
+// apart.
+__device__ __forceinline__ void fetch_state(float* tile, const float* S, int s, const Lane& me) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int i = 16 * s + 8 * half, v = TILE * me.warp + 4 * me.quad;
+    cp_async16(tile + i * Vt + place(me.row, v), S + i * V + (me.row * V + v), true);
   }
+}
+
+__device__ __forceinline__ void fetch_state(float* tile, const float* S, const Lane& me) {
+#pragma unroll 2
+  for (int s = 0; s < K / 16; s++) fetch_state(tile, S, s, me);
 }
 
 // The warp's columns of 8 keys of a state, as S^T [16, 8]: [2c + e] is S[8j + 2 quad + e, pair + c].
@@ -171,14 +178,14 @@ using Keys8 = float[4];
 __device__ __forceinline__ void read_keys(Keys8& s, const float* tile, int j, const Lane& me) {
 #pragma unroll
   for (int e = 0; e < 2; e++) {
-    const float2 two = load_two(tile + place(8 * j + 2 * me.quad + e, me.pair));
+    const float2 two = load_two(tile + 8 * j * Vt + place(2 * me.quad + e, me.pair));
     s[e] = two.x, s[2 + e] = two.y;
   }
 }
 
 __device__ __forceinline__ void write_keys(float* tile, const Keys8& s, int j, const Lane& me) {
 #pragma unroll
-  for (int e = 0; e < 2; e++) store_two(tile + place(8 * j + 2 * me.quad + e, me.pair), s[e], s[2 + e]);
+  for (int e = 0; e < 2; e++) store_two(tile + 8 * j * Vt + place(2 * me.quad + e, me.pair), s[e], s[2 + e]);
 }
 
 // s[n] += the part of 16 keys, 16 j on, in sum over 16 tokens i of k_i u_i^T; u: faded, as operand A in parts.

@@ -29,7 +29,7 @@ __device__ void move_on(const Act* x, int Ldx, Act* window, const int* rows, int
 
 // to[i] = from[rows[i]] for m rows of `width` numbers, N of each row by a thread. Returns the piece behind its last.
 template <int N, class T>
-__device__ int append(T* __restrict__ to, const T* __restrict__ from, const int* rows, int m, int width, int piece) {
+__device__ int append(T* to, const T* from, const int* rows, int m, int width, int piece) {
   const int c = (piece * blockDim.x + threadIdx.x) * N;
   if (piece >= 0 && c < width) {
 #pragma unroll 2
@@ -45,16 +45,16 @@ extern "C" __global__ void __launch_bounds__(128) gdn_append(
     const __grid_constant__ Each<const Act> k,    // [R, Hk, K] aligned 16; of each layer
     const __grid_constant__ Each<const float> u,  // [R, Hv, V] aligned 16; of each layer
     const __grid_constant__ Each<const float> g,  // [R, Hv] of each layer
-    Act* __restrict__ window,                     // [Layers, Slots, W-1, Cc]
-    Act* __restrict__ ring_k,                     // [Layers, Slots, C, Hk, K] aligned 16
-    float* __restrict__ ring_u,                   // [Layers, Slots, C, Hv, V] aligned 16
-    float* __restrict__ ring_g,                   // [Layers, Slots, C, Hv]
-    int* __restrict__ length,                     // [Slots]
-    const int* __restrict__ at,                   // [B]
-    const int* __restrict__ slot,                 // [B]
-    const int* __restrict__ start,                // [B+1]
-    const int* __restrict__ row,                  // [R] accepted rows, request b's from start[b] on
-    const int* __restrict__ count,                // [B] how many
+    Act* window,                                  // [Layers, Slots, W-1, Cc]
+    Act* ring_k,                                  // [Layers, Slots, C, Hk, K] aligned 16
+    float* ring_u,                                // [Layers, Slots, C, Hv, V] aligned 16
+    float* ring_g,                                // [Layers, Slots, C, Hv]
+    int* length,                                  // [Slots]
+    const int* at,                                // [B]
+    const int* slot,                              // [B]
+    const int* start,                             // [B+1]
+    const int* row,                               // [R] accepted rows, request b's from start[b] on
+    const int* count,                             // [B] how many
     int Slots,
     int Cc,
     int Ldx,

@@ -107,19 +107,19 @@ __device__ __forceinline__ void fold(Piece& piece, const Source& from, float* S,
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn_fold(
-    float* __restrict__ S,                        // [Layers, Slots, Hv, K, V] aligned 16
-    const Act* __restrict__ ring_k,               // [Layers, Slots, C, Hk, K] aligned 16
-    const float* __restrict__ ring_u,             // [Layers, Slots, C, Hv, V] aligned 16
-    const float* __restrict__ ring_g,             // [Layers, Slots, C, Hv]
+    float* S,                                     // [Layers, Slots, Hv, K, V] aligned 16
+    const Act* ring_k,                            // [Layers, Slots, C, Hk, K] aligned 16
+    const float* ring_u,                          // [Layers, Slots, C, Hv, V] aligned 16
+    const float* ring_g,                          // [Layers, Slots, C, Hv]
     const __grid_constant__ Each<const Act> k,    // [R, Hk, K] aligned 16; of each layer
     const __grid_constant__ Each<const float> u,  // [R, Hv, V] aligned 16; of each layer
     const __grid_constant__ Each<const float> g,  // [R, Hv] of each layer
-    const int* __restrict__ length,               // [Slots]
-    const int* __restrict__ slot,                 // [B]
-    const int* __restrict__ start,                // [B+1]
-    const int* __restrict__ row,                  // [R]
-    const int* __restrict__ count,                // [B]
-    int* __restrict__ at,                         // [B]
+    const int* length,                            // [Slots]
+    const int* slot,                              // [B]
+    const int* start,                             // [B+1]
+    const int* row,                               // [R]
+    const int* count,                             // [B]
+    int* at,                                      // [B]
     int B,
     int Layers,
     int Slots,

@@ -57,20 +57,20 @@ __device__ void convolve_head(const Sources& sources, int first, int rows, const
 }
 
 extern "C" __global__ void __launch_bounds__(128, W > 4 ? 4 : 8) gdn_inputs(
-    const Act* __restrict__ qkvz,       // [R, 2*Hk*K+2*Hv*V]
-    const float* __restrict__ ba,       // [R, 2*Hv] b, then a
+    const Act* qkvz,                    // [R, 2*Hk*K+2*Hv*V]
+    const float* ba,                    // [R, 2*Hv] b, then a
     const float* __restrict__ taps,     // [2*Hk*K+Hv*V, W] aligned 16
     const float* __restrict__ A_log,    // [Hv]
     const float* __restrict__ dt_bias,  // [Hv]
-    const Act* __restrict__ window,     // [Slots, W-1, 2*Hk*K+Hv*V]
-    const int* __restrict__ slot,       // [B]
-    const int* __restrict__ parent,     // [R]
-    const int* __restrict__ request,    // [R] -1 at an unused row
-    Act* __restrict__ q,                // [R, Hk, K]
-    Act* __restrict__ k,                // [R, Hk, K]
-    Act* __restrict__ v,                // [R, Hv, V]
-    float* __restrict__ g,              // [R, Hv]
-    float* __restrict__ beta,           // [R, Hv]
+    const Act* window,                  // [Slots, W-1, 2*Hk*K+Hv*V]
+    const int* slot,                    // [B]
+    const int* parent,                  // [R]
+    const int* request,                 // [R] -1 at an unused row
+    Act* q,                             // [R, Hk, K]
+    Act* k,                             // [R, Hk, K]
+    Act* v,                             // [R, Hv, V]
+    float* g,                           // [R, Hv]
+    float* beta,                        // [R, Hv]
     int R,
     int Hk,
     int Hv,

@@ -93,6 +93,7 @@ __device__ __forceinline__ void convolve_row(float (&y)[Share<WIDTH, NEAR>::EACH
                                              const Act* window, int pitch, const Act* row, More more) {
   Pack<Act, NEAR> x[W][Share<WIDTH, NEAR>::EACH];
   Share<WIDTH, NEAR>().each([&](int, int c) {
+    if (threadIdx.x % WARP >= Share<WIDTH, NEAR>::LANES) return;  // has the channels of another lane
 #pragma unroll
     for (int i = 0; i < NEAR * W; i += 4) cp_async16(own_taps + c * W + i, taps + c * W + i, true);
   });
@@ -103,28 +104,29 @@ __device__ __forceinline__ void convolve_row(float (&y)[Share<WIDTH, NEAR>::EACH
   read_inputs<WIDTH, NEAR>(x[W - 1], row);
   more();
   cp_async_wait<0>();
+  __syncwarp();
   convolve<WIDTH, NEAR>(y, x, [&](int e) { return load<NEAR * W>(own_taps + Share<WIDTH, NEAR>().channel(e) * W); });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, HALF ? 2 : 1) gdn_token(
-    const Act* __restrict__ qkvz,       // [R, 2*Hk*K+2*Hv*V] aligned 16
-    const float* __restrict__ ba,       // [R, 2*Hv] b, then a
+    const Act* qkvz,                    // [R, 2*Hk*K+2*Hv*V] aligned 16
+    const float* ba,                    // [R, 2*Hv] b, then a
     const float* __restrict__ taps,     // [2*Hk*K+Hv*V, W] aligned 16
     const float* __restrict__ A_log,    // [Hv]
     const float* __restrict__ dt_bias,  // [Hv]
     const float* __restrict__ norm,     // [V] aligned 16
-    const Act* __restrict__ window,     // [Slots, W-1, 2*Hk*K+Hv*V] aligned 16
-    const float* __restrict__ S,        // [Slots, Hv, K, V] aligned 16
-    const Act* __restrict__ ring_k,     // [Slots, C, Hk, K] aligned 16
-    const float* __restrict__ ring_u,   // [Slots, C, Hv, V] aligned 16
-    const float* __restrict__ ring_g,   // [Slots, C, Hv]
-    const int* __restrict__ length,     // [Slots]
-    const int* __restrict__ slot,       // [B]
-    const int* __restrict__ start,      // [B+1] request b's row is start[b], where it has one
-    Act* __restrict__ y,                // [R, Hv, V] aligned 16
-    Act* __restrict__ k,                // [R, Hk, K] aligned 16
-    float* __restrict__ u,              // [R, Hv, V] aligned 16
-    float* __restrict__ g,              // [R, Hv]
+    const Act* window,                  // [Slots, W-1, 2*Hk*K+Hv*V] aligned 16
+    const float* S,                     // [Slots, Hv, K, V] aligned 16
+    const Act* ring_k,                  // [Slots, C, Hk, K] aligned 16
+    const float* ring_u,                // [Slots, C, Hv, V] aligned 16
+    const float* ring_g,                // [Slots, C, Hv]
+    const int* length,                  // [Slots]
+    const int* slot,                    // [B]
+    const int* start,                   // [B+1] request b's row is start[b], where it has one
+    Act* y,                             // [R, Hv, V] aligned 16
+    Act* k,                             // [R, Hk, K] aligned 16
+    float* u,                           // [R, Hv, V] aligned 16
+    float* g,                           // [R, Hv]
     int Hk,
     int Hv,
     int C,

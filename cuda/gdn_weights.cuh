@@ -6,7 +6,7 @@
 
 // T = (I + A)^-1 of 16 rows, by the first 16 lanes, a lane a column: each row's value, once known, is taken out of the rows
 // below. T[n, a] is what y_a leaves in u_n after the rows between have taken their part, so it is never above beta_n.
-__device__ __forceinline__ void invert(Memory& m, int tile, int lane) {
+__device__ __forceinline__ void invert(Memory& m, int stage, int tile, int lane) {
   if (lane < TILE) {
     float t[TILE];
 #pragma unroll
@@ -22,7 +22,7 @@ __device__ __forceinline__ void invert(Memory& m, int tile, int lane) {
       unsigned part[3];
       split(t[n], 0.0f, part);
 #pragma unroll
-      for (int p = 0; p < 3; p++) m.T[tile][p][n][lane] = __ushort_as_bfloat16(part[p] & 0xffffu);
+      for (int p = 0; p < 3; p++) m.T[stage][tile][p][n][lane] = __ushort_as_bfloat16(part[p] & 0xffffu);
     }
   }
 }
@@ -31,14 +31,14 @@ __device__ __forceinline__ void invert(Memory& m, int tile, int lane) {
 struct Scored {
   unsigned a[2][KEY_PARTS][4], b[KEY_PARTS][2][2];
 
-  __device__ __forceinline__ void read(const Memory& m, const Window& w, int row, const bf16* keys, int stride, int k,
+  __device__ __forceinline__ void read(const Memory& m, const Step& w, int row, const bf16* keys, int stride, int k,
                                        int lane) {
 #pragma unroll
     for (int p = 0; p < KEY_PARTS; p++) {
       load_b(b[p], keys + p * stride + k, PITCH, lane);
 #pragma unroll
       for (int type = 0; type < 2; type++) {
-        ldmatrix_x4(a[type][p], &m.x[w.buffer][type][p][row + lane % 16][k + lane / 16 * 8]);
+        ldmatrix_x4(a[type][p], &m.x[w.window % 2][type][p][row + lane % 16][k + lane / 16 * 8]);
       }
     }
   }
@@ -47,17 +47,18 @@ struct Scored {
 // W of the 16 rows from `row` on with 16 columns, the first of which is column `at` of W. keys: theirs, parts `stride`
 // apart; G: of the columns; seen: bits of those on the path, by row. On the diagonal also A and T.
 template <class Seen>
-__device__ __forceinline__ void weigh_tile(Memory& m, const Window& w, int row, const bf16* keys, int stride, int at,
-                                           const float2* G, bool diagonal, Seen seen, const Lane& me) {
+__device__ __forceinline__ void weigh_tile(Memory& m, const Step& w, int row, const bf16* keys, int stride, int at,
+                                           const float2* G, bool diagonal, int stage, Seen seen, const Lane& me) {
   Scored now, next;
   now.read(m, w, row, keys, stride, 0, me.lane);
+  const float beta[2] = {m.beta[w.window % 4][row + me.row], m.beta[w.window % 4][row + me.row + 8]};
   float decay[2][2][2];  // rows row, row + 8; columns 8n + 2 quad + e
   bool on_path[2][2][2];
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int i = row + me.row + 8 * half;
     const unsigned bits = seen(i) >> 2 * me.quad;
-    const float2 own = m.G[w.at + i];
+    const float2 own = m.G[w.head % 2][w.at + i];
 #pragma unroll
     for (int n = 0; n < 2; n++) {
       const float4 two = *reinterpret_cast<const float4*>(G + 8 * n + 2 * me.quad);
@@ -100,35 +101,36 @@ __device__ __forceinline__ void weigh_tile(Memory& m, const Window& w, int row, 
         unsigned part[PARTS];
         split(value[type][0], value[type][1], part);
 #pragma unroll
-        for (int p = 0; p < PARTS; p++) *reinterpret_cast<unsigned*>(&m.W[type][p][i][at + c]) = part[p];
+        for (int p = 0; p < PARTS; p++) *reinterpret_cast<unsigned*>(&m.W[stage][type][p][i][at + c]) = part[p];
       }
       if (diagonal) {
 #pragma unroll
-        for (int e = 0; e < 2; e++) m.A[row / TILE][c + e][me.row + 8 * half] = m.beta[i] * value[1][e];
+        for (int e = 0; e < 2; e++) m.A[row / TILE][c + e][me.row + 8 * half] = beta[half] * value[1][e];
       }
     }
   }
   if (diagonal) {
     __syncwarp();
-    invert(m, row / TILE, me.lane);
+    invert(m, stage, row / TILE, me.lane);
   }
 }
 
-// W of the window's rows with `count` earlier columns from c0 on and, where `own`, with its own rows. Diagonals, which take
-// longest, come first, and first to warps that own no columns.
-__device__ __forceinline__ void weigh(Memory& m, const Window& w, int c0, int count, bool own) {
-  const Lane me = this_lane();
-  const int tiles = w.tiles(), triangle = own ? tiles * (tiles + 1) / 2 : 0, held = w.held();
-  for (int unit = WARPS - 1 - me.warp; unit < triangle + tiles * count / TILE; unit += WARPS) {
+// W of the window's rows with the step's earlier columns and, in its last step, with its own rows. Diagonals, which take
+// longest, come first, the steward last.
+__device__ __forceinline__ void weigh(Memory& m, const Step& w, int number, const Lane& me) {
+  const int tiles = w.tiles(), triangle = w.last ? tiles * (tiles + 1) / 2 : 0, held = w.held;
+#pragma unroll 1
+  for (int unit = WARPS - 1 - me.warp; unit < triangle + tiles * w.columns / TILE; unit += SCORERS) {
     const bool inside = unit < triangle;
     const int other = unit - triangle;
     const int row = TILE * (!inside ? other % tiles : unit < tiles ? unit : 1);
-    const int column = TILE * (!inside ? other / tiles : unit < tiles ? unit : 0);  // from c0 on, or inside the window
-    const int a = inside ? w.at - CHUNK + column : c0 + column - held;              // in the tree, or before it
+    const int column = TILE * (!inside ? other / tiles : unit < tiles ? unit : 0);  // of the panel, or inside the window
+    const int a = inside ? w.at - CHUNK + column : w.column + column - held;        // in the tree, or before it
     const unsigned ring = a + TILE > w.ring - held ? (1u << max(0, w.ring - held - a)) - 1 : ~0u;
     weigh_tile(
-        m, w, row, inside ? m.x[w.buffer][1][0][column] : m.earlier[0][column], (inside ? ROWS : Panel) * PITCH,
-        inside ? count + column : column, m.G + (a < 0 ? held + a : CHUNK + a), inside && row == column,
-        [&](int i) { return a >= 0 ? m.ancestors[i][a / 32] >> a % 32 : w.used >> i & 1 ? ring : 0u; }, me);
+        m, w, row, inside ? m.x[w.window % 2][1][0][column] : m.earlier[number % KEY_BUFFERS][0][column],
+        (inside ? ROWS : Panel) * PITCH, inside ? w.columns + column : column,
+        m.G[w.head % 2] + (a < 0 ? held + a : CHUNK + a), inside && row == column, number % 2,
+        [&](int i) { return a >= 0 ? m.ancestors[w.window % 2][i][a / 32] >> a % 32 : w.used >> i & 1 ? ring : 0u; }, me);
   }
 }

@@ -1,57 +1,59 @@
-// A window of rows of the gated delta rule in shared memory: where a block keeps it, and how rows, keys, decays and ancestors
-// get there. The names are those of gdn.cu.
+// What a block of the gated delta rule has in shared memory, the steps that its work is cut into, and how rows, keys, decays
+// and ancestors get there. The names are those of gdn.cu.
 #pragma once
 
 #include "gdn.cuh"
 
 constexpr int ROWS = HALF ? 32 : 16, TILES = ROWS / TILE;
-constexpr int BUFFERS = Vt > 32 ? 1 : 2;  // for rows; with one, rows behind a window that is folded have to wait
-constexpr int WIDTH = Panel + ROWS + 8;  // of W: eight rows lie in different banks
+constexpr int WIDTH = Panel + ROWS + 8;    // of W: eight rows lie in different banks
+constexpr int SCORERS = WARPS - OWNERS;    // warps that own no columns
+constexpr int CARRIER = OWNERS + 1;        // the first warp that copies keys: all scorers but the steward
+constexpr int KEY_BUFFERS = HALF ? 2 : 1;  // of keys of earlier columns
 
-// What a block works on: some columns of V of one head of one request.
-struct Work {
-  int tree, rows, path;  // first row, how many, whether they are a chain
-  int ring;              // entries
-  int slot, b, h, column;
+// A panel of earlier columns of one window of one head, for the block's columns of V. A head without a window, which has less
+// than two rows, is a step as well.
+struct alignas(16) Step {
+  int tree, rows, path;     // the request's first row, how many, whether they are a chain; rows < 0: nothing is left
+  int ring;                 // entries
+  int slot, b, h, key, value;  // key: the key head's first channel; value: the first column of V
+  int head, window;         // how many heads and windows the block had before
+  int first, from, own;     // the window's first row in the forest and in the tree, how many it has; own = 0: no window
+  int held, earlier;        // columns in full sixteens: of the ring, of all before the window
+  int column, columns;      // the panel of these
+  int at;                   // of the first row in Memory::G
+  unsigned used;            // rows that are the request's own
+  bool more, last;          // not the last window of its tree; the last panel
+
+  // The window that begins at row `from` of the tree, and its panel at a column.
+  __device__ __forceinline__ void set(int begin, int panel) {
+    from = begin, first = tree + from, column = panel;
+    own = rows > 1 ? min(ROWS, rows - from) : 0;
+    if (path && from) ring = 0;
+    held = (ring + TILE - 1) / TILE * TILE;
+    earlier = held + (path ? 0 : from);
+    columns = min(Panel, earlier - column);
+    at = CHUNK + from % TREE;
+    more = from + ROWS < rows;
+    last = column + Panel >= earlier;
+  }
+  __device__ __forceinline__ int tiles() const { return (own + TILE - 1) / TILE; }
+  __device__ __forceinline__ bool opens() const { return own && column == 0; }
+  __device__ __forceinline__ bool folds() const { return own && path && more; }
 };
 
 struct Memory {
-  float S[K * Vt];                         // see `place`
-  bf16 x[BUFFERS][2][KEY_PARTS][ROWS][PITCH];  // queries, keys
-  bf16 earlier[KEY_PARTS][Panel][PITCH];   // keys
-  bf16 W[2][PARTS][ROWS][WIDTH];           // of queries, of keys; columns: earlier, own
-  bf16 T[TILES][3][TILE][TILE + 8];
-  float A[TILES][TILE][TILE];              // [a][n]: beta_n W of key n with column a, own rows
-  float2 G[CHUNK + TREE];                  // from the tree's root: ring, then the tree's rows or the window's
-  unsigned ancestors[ROWS][TREE / 32];     // ancestors and itself
-  unsigned used[TREE / 32];                // rows of the tree that are its own
-  float beta[ROWS];
-  int above[ROWS];                         // parents in the tree, of the window to come
-  float2 ring_sum;                         // log decay from the checkpoint to the tree
-  unsigned noted;                          // which rows of the window to come are the request's own
-};
-
-// A window: rows first .. first+rows-1 of the forest, row `from` of the tree on.
-struct Window {
-  int first, rows, from;
-  int ring, earlier;  // columns: ring entries; earlier ones in full sixteens, the ring's first
-  int at;             // of its first row in Memory::G
-  unsigned used;      // rows that are the request's own
-  int buffer;         // of its rows
-  bool path, more;    // a chain; not the last of its tree
-
-  __device__ __forceinline__ Window(const Work& work, int from, int buffer)
-      : from(from), buffer(buffer % BUFFERS), path(work.path) {
-    first = work.tree + from;
-    rows = min(ROWS, work.rows - from);
-    ring = path && from ? 0 : work.ring;
-    earlier = held() + (path ? 0 : from);
-    at = CHUNK + (path ? 0 : from);
-    more = from + ROWS < work.rows;
-  }
-  __device__ __forceinline__ int held() const { return (ring + TILE - 1) / TILE * TILE; }
-  __device__ __forceinline__ int tiles() const { return (rows + TILE - 1) / TILE; }
-  __device__ __forceinline__ bool folds() const { return path && more; }
+  float S[K * Vt];                                     // see `place`
+  bf16 x[2][2][KEY_PARTS][ROWS][PITCH];                // queries, keys; by windows, as are ancestors and beta
+  bf16 earlier[KEY_BUFFERS][KEY_PARTS][Panel][PITCH];  // keys; by steps, as are W and T
+  unsigned ancestors[2][ROWS][TREE / 32];              // ancestors and itself
+  float beta[4][ROWS];
+  float2 G[2][CHUNK + TREE];                           // from the tree's root: ring, then the tree's rows; by heads
+  float2 ring_sum[2];                                  // log decay from the checkpoint to the tree; by heads
+  Step steps[4];
+  unsigned used[4][TREE / 32];                         // rows of the tree that are its own; by heads
+  bf16 W[2][2][PARTS][ROWS][WIDTH];                    // of queries, of keys; columns: earlier, own
+  bf16 T[2][TILES][3][TILE][TILE + 8];
+  float A[TILES][TILE][TILE];                          // [a][n]: beta_n W of key n with column a, own rows
 };
 
 // Where a head's rows and ring entries are.
@@ -62,112 +64,118 @@ struct Head {
   const float *ring_u, *ring_g;
   float* u;
   Act* o;
-  long long entry;  // the first of the request's ring
-  int h, key, column, Hk, Hv;  // key: first channel of the key head; column: first of the block's columns of V
+  long long entry;           // the first of the request's ring
+  int h, key, value, Hk, Hv;  // key: first channel of the key head; value: first of the block's columns of V
   __device__ __forceinline__ long long key_at(long long row) const { return row * Hk * K + key; }
-  __device__ __forceinline__ long long value_at(long long row) const { return row * Hv * V + column; }
+  __device__ __forceinline__ long long value_at(long long row) const { return row * Hv * V + value; }
   __device__ __forceinline__ long long gate_at(long long row) const { return row * Hv + h; }
 };
 
-// ---- gathering ------------------------------------------------------------------------------------------------------
+// ---- by the scorers -------------------------------------------------------------------------------------------------
 
-// What a window's decays are made from, asked for ahead; by one warp, a lane a row.
-struct Lead {
-  float g, beta;
+// Starts copying the keys of step number n's earlier columns, and brings the ring's u among them nearer.
+__device__ __forceinline__ void gather_earlier(Memory& m, const Head& head, const Step& w, int n, const Lane& me) {
+  constexpr int LINES = (Vt + 31) / 32;  // of 128 bytes, in the block's columns
+  const int thread = WARP * (me.warp - CARRIER) + me.lane;
+  for (int line = thread; line < (min(w.column + Panel, w.ring) - w.column) * LINES; line += THREADS - WARP * CARRIER) {
+    prefetch(head.ring_u + head.value_at(head.entry + w.column + line / LINES) + line % LINES * 32);
+  }
+  gather<CARRIER>(m.earlier[n % KEY_BUFFERS], w.columns, head.k, me, [&](int i) -> const Act* {
+    const int c = w.column + i, a = c - w.held;
+    if (a < 0) return c < w.ring ? head.ring_k + head.key_at(head.entry + c) : nullptr;
+    return m.used[w.head & 3][a / 32] >> a % 32 & 1 ? head.k + head.key_at(w.tree + a) : nullptr;
+  });
+}
 
-  __device__ __forceinline__ void read(const Head& head, const Window& w, int lane) {
+// Starts copying queries and keys of a window's rows, in full sixteens.
+__device__ __forceinline__ void gather_window(Memory& m, const Head& head, const Step& w, const Lane& me) {
+#pragma unroll
+  for (int type = 0; type < 2; type++) {
+    const Act* x = type ? head.k : head.q;
+    gather<CARRIER>(m.x[w.window % 2][type], w.tiles() * TILE, x, me, [&](int i) -> const Act* {
+      return w.used >> i & 1 ? x + head.key_at(w.first + i) : nullptr;
+    });
+  }
+}
+
+// ---- by the steward, a lane a row -----------------------------------------------------------------------------------
+
+// Starts copying which rows are ancestors of a window's rows or these themselves.
+__device__ __forceinline__ void gather_ancestors(Memory& m, const Step& w, const unsigned* ancestors, int lane) {
+  if (lane >= ROWS) return;
+  unsigned* to = m.ancestors[w.window % 2][lane];
+  const bool used = w.used >> lane & 1;
+  if (w.path) {
+    const unsigned bits = used ? 2 * (1u << lane) - 1 << w.from % 32 : 0;
+    store<4>(to, Pack<unsigned, 4>{{bits, bits, bits, bits}});
+  } else {
+    cp_async16(to, ancestors + (long long)(w.first + (used ? lane : 0)) * (TREE / 32), used);
+  }
+}
+
+// Notes which rows of a new window are the request's own. Returns parents in the tree, in a chain also of rows that are not
+// in use.
+__device__ __forceinline__ int note(Memory& m, Step& w, const int* request, const int* parent, int lane) {
+  const int row = w.first + min(lane, w.own - 1), asked = request[row], up = parent[row];
+  w.used = __ballot_sync(ALL_LANES, lane < w.own && asked == w.b);
+  if (lane == 0) {
+    unsigned& word = m.used[w.head & 3][w.from % TREE / 32];
+    word = w.from % 32 ? word | w.used << w.from % 32 : w.used;
+  }
+  return w.path ? (lane ? w.from + lane - 1 : -1) : max(up, w.tree - 1) - w.tree;
+}
+
+// What a window's decays are made from: log decays and beta of its rows, and of a new head those of its ring.
+struct Gates {
+  float g, beta, ring[2];
+
+  __device__ __forceinline__ void read(const Head& head, const Step& w, int lane) {
     const bool used = w.used >> lane & 1;
     const long long row = head.gate_at(w.first + (used ? lane : 0));
     g = used ? head.g[row] : 0.0f;
     beta = used ? head.beta[row] : 0.0f;
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int i = lane + WARP * e;
+      ring[e] = !w.from && i < w.ring ? head.ring_g[head.gate_at(head.entry + i)] : 0.0f;
+    }
+  }
+
+  // G and beta of the window's rows and G of the ring, which is a chain and counts from its end. parent: in the tree, -1 where
+  // there is none. Distances to the root, and to the ring's first entry, double each round.
+  __device__ __forceinline__ void add_up(Memory& m, int parent, const Step& w, int lane) const {
+    float2* G = m.G[w.head % 2];
+    double sum = clamped(g), chain[2] = {clamped(ring[0]), clamped(ring[1])};
+    int up = lane < ROWS ? parent - w.from : -1;
+    if (up < 0 && parent >= 0 && lane < ROWS) sum += double(G[CHUNK + parent].x) + G[CHUNK + parent].y;
+#pragma unroll
+    for (int reach = 1; reach < WARP; reach *= 2) {
+      const double more = __shfl_sync(ALL_LANES, sum, max(up, 0));
+      const int next = __shfl_sync(ALL_LANES, up, max(up, 0));
+      if (up >= 0) sum += more, up = next;
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const double before = __shfl_up_sync(ALL_LANES, chain[e], reach);
+        if (lane >= reach) chain[e] += before;
+      }
+    }
+    if (lane < ROWS) {
+      G[w.at + lane] = two_floats(sum);
+      m.beta[w.window % 4][lane] = beta;
+    }
+    if (w.from == 0) {
+      chain[1] += __shfl_sync(ALL_LANES, chain[0], WARP - 1);
+      const double all = __shfl_sync(ALL_LANES, chain[1], WARP - 1);
+#pragma unroll
+      for (int e = 0; e < 2; e++) G[lane + WARP * e] = two_floats(chain[e] - all);
+      if (lane == 0) m.ring_sum[w.head % 2] = two_floats(all);
+    }
   }
 };
 
-// G of the ring, a chain, from its end; by one warp.
-__device__ __forceinline__ void sum_ring(Memory& m, const Head& head, int ring, int lane) {
-  double sum[2];
-#pragma unroll
-  for (int e = 0; e < 2; e++) {
-    const int i = lane + WARP * e;
-    sum[e] = i < ring ? clamped(head.ring_g[head.gate_at(head.entry + i)]) : 0.0;
-  }
-#pragma unroll 1
-  for (int reach = 1; reach < WARP; reach *= 2) {
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const double more = __shfl_up_sync(ALL_LANES, sum[e], reach);
-      if (lane >= reach) sum[e] += more;
-    }
-  }
-  sum[1] += __shfl_sync(ALL_LANES, sum[0], WARP - 1);
-  const double all = __shfl_sync(ALL_LANES, sum[1], WARP - 1);
-#pragma unroll
-  for (int e = 0; e < 2; e++) m.G[lane + WARP * e] = two_floats(sum[e] - all);
-  if (lane == 0) m.ring_sum = two_floats(all);
-}
-
-// G and beta of a window's rows; by one warp, a lane a row. Distances to the root double each round.
-__device__ __forceinline__ void sum_window(Memory& m, const Lead& lead, const Window& w, int lane) {
-  double sum = clamped(lead.g);
-  const int parent = lane < ROWS ? m.above[lane] : -1;
-  int up = parent - w.from;
-  if (up < 0 && parent >= 0) sum += double(m.G[CHUNK + parent].x) + m.G[CHUNK + parent].y;
-#pragma unroll 1
-  while (__any_sync(ALL_LANES, up >= 0)) {
-    const double more = __shfl_sync(ALL_LANES, sum, max(up, 0));
-    const int next = __shfl_sync(ALL_LANES, up, max(up, 0));
-    if (up >= 0) sum += more, up = next;
-  }
-  if (lane < ROWS) {
-    m.G[w.at + lane] = two_floats(sum);
-    m.beta[lane] = lead.beta;
-  }
-}
-
-// e^{G + what is before the tree}
-__device__ __forceinline__ float kept(const Memory& m, const Window& w, int row) {
-  const float2 G = m.G[w.at + row];
-  return w.path && w.from ? expf(G.x + G.y) : expf((G.x + m.ring_sum.x) + (G.y + m.ring_sum.y));
-}
-
-// Notes which rows of a window are the request's own, and parents in the tree, in a chain also of rows that are not in
-// use; by one warp, a lane a row, of which it gets request and parent in the forest.
-__device__ __forceinline__ void note(Memory& m, const Window& w, int b, int request, int parent, int lane) {
-  const unsigned used = __ballot_sync(ALL_LANES, lane < w.rows && request == b);
-  const int tree = w.first - w.from;
-  if (lane == 0) m.noted = used;
-  if (lane < ROWS) m.above[lane] = w.path ? (lane ? w.from + lane - 1 : -1) : max(parent, tree - 1) - tree;
-}
-
-// Starts copying which rows are ancestors of a window's rows or these themselves.
-__device__ __forceinline__ void gather_ancestors(Memory& m, const Window& w, const unsigned* ancestors, int lane) {
-  if (lane >= ROWS) return;
-  const bool used = w.used >> lane & 1;
-  if (w.path) {
-    store<4>(m.ancestors[lane], Pack<unsigned, 4>{{used ? 2 * (1u << lane) - 1 : 0}});
-  } else {
-    cp_async16(m.ancestors[lane], ancestors + (long long)(w.first + (used ? lane : 0)) * (TREE / 32), used);
-  }
-}
-
-// Keys of earlier columns c0 .. c0+count-1.
-__device__ __forceinline__ void gather_earlier(Memory& m, const Head& head, const Window& w, int c0, int count) {
-  const int held = w.held(), tree = w.first - w.from;
-  gather(m.earlier, count, head.k, this_lane(), [&](int i) -> const Act* {
-    const int c = c0 + i, a = c - held;
-    if (a < 0) return c < w.ring ? head.ring_k + head.key_at(head.entry + c) : nullptr;
-    return m.used[a / 32] >> a % 32 & 1 ? head.k + head.key_at(tree + a) : nullptr;
-  });
-}
-
-// Queries and keys of a window's rows, in full sixteens.
-__device__ __forceinline__ void gather_window(Memory& m, const Head& head, const Window& w) {
-  const Lane me = this_lane();
-#pragma unroll
-  for (int type = 0; type < 2; type++) {
-    const Act* x = type ? head.k : head.q;
-    gather(m.x[w.buffer][type], w.tiles() * TILE, x, me, [&](int i) -> const Act* {
-      return w.used >> i & 1 ? x + head.key_at(w.first + i) : nullptr;
-    });
-  }
+// e^{G + what is before the tree} of a row of the window
+__device__ __forceinline__ float kept(const Memory& m, const Step& w, int row) {
+  const float2 G = m.G[w.head % 2][w.at + row], ring = m.ring_sum[w.head % 2];
+  const bool begun = w.path && w.from;  // the state has what was before
+  return expf((G.x + (begun ? 0.0f : ring.x)) + (G.y + (begun ? 0.0f : ring.y)));
 }

@@ -12,14 +12,14 @@ __device__ void copy_row(const Act* from, Act* to, int D) {
 }
 
 extern "C" __global__ void __launch_bounds__(256) keep_hidden(
-    const Act* __restrict__ hidden,     // [R, D]
-    const int* __restrict__ row,        // [R] the accepted rows, from the request's first row on
-    const int* __restrict__ count,      // [B] accepted rows
-    const int* __restrict__ request,    // [R] -1: an unused row
-    const int* __restrict__ start,      // [B + 1]
-    const int* __restrict__ slot,       // [B]
-    const int* __restrict__ committed,  // [B] tokens before these
-    Act* __restrict__ kept,             // [Slots, Ring, D]
+    const Act* hidden,     // [R, D]
+    const int* row,        // [R] the accepted rows, from the request's first row on
+    const int* count,      // [B] accepted rows
+    const int* request,    // [R] -1: an unused row
+    const int* start,      // [B + 1]
+    const int* slot,       // [B]
+    const int* committed,  // [B] tokens before these
+    Act* kept,             // [Slots, Ring, D]
     int Ring,
     int D)
 {

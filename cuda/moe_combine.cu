@@ -33,11 +33,11 @@ __device__ void sum_places(
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2) combine(
-    const float* __restrict__ y,       // [Places, D] the shared expert's from R*A on
-    const float* __restrict__ weight,  // [R, A]
-    const int* __restrict__ expert,    // [R, A] all different in a row
-    const float* __restrict__ gate,    // [R] or null; the shared expert's score
-    Act* __restrict__ out,             // [R, D]
+    const float* y,       // [Places, D] the shared expert's from R*A on
+    const float* weight,  // [R, A]
+    const int* expert,    // [R, A] all different in a row
+    const float* gate,    // [R] or null; the shared expert's score
+    Act* out,             // [R, D]
     int R,
     int A,
     int D,
@@ -80,10 +80,10 @@ __device__ void add_scaled(const Act* routed, float share, const Act* shared, Ac
 
 // out = routed + sigmoid(gate) * shared
 extern "C" __global__ void __launch_bounds__(256, 2) add_shared(
-    const Act* __restrict__ routed,  // [R, D]
-    const float* __restrict__ gate,  // [R, 1]
-    const Act* __restrict__ shared,  // [R, D]
-    Act* __restrict__ out,           // [R, D]
+    const Act* routed,  // [R, D]
+    const float* gate,  // [R, 1]
+    const Act* shared,  // [R, D]
+    Act* out,           // [R, D]
     int D)
 {
   after_previous();

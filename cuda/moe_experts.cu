@@ -119,15 +119,15 @@ __device__ __forceinline__ float total(int row, int i) {
 
 // hidden = silu(gate x) * up x, in the order of the places
 extern "C" __global__ void __launch_bounds__(128, BLOCKS) gate_up(
-    const bf16* __restrict__ x,              // [R, D] aligned 16
+    const bf16* x,                           // [R, D] aligned 16
     const Wt* __restrict__ weights,          // [E, 2*F, D] aligned 16; gate rows first
     const float* __restrict__ scale,         // [E, (2*F+127)/128, (D+127)/128] or null; of FP8 weights
     const Wt* __restrict__ shared,           // [2*F, D] aligned 16 or null; of the shared expert
     const float* __restrict__ shared_scale,  // [(2*F+127)/128, (D+127)/128] or null
-    const int* __restrict__ expert_of,       // [Slots]
-    const int* __restrict__ first,           // [Slots+1]
-    const int* __restrict__ order,           // [P]
-    bf16* __restrict__ hidden,               // [Places, F]
+    const int* expert_of,                    // [Slots]
+    const int* first,                        // [Slots+1]
+    const int* order,                        // [P]
+    bf16* hidden,                            // [Places, F]
     int R,
     int A,
     int D,
@@ -164,15 +164,15 @@ extern "C" __global__ void __launch_bounds__(128, BLOCKS) gate_up(
 
 // y = down hidden, to its place
 extern "C" __global__ void __launch_bounds__(128, BLOCKS) down(
-    const bf16* __restrict__ hidden,         // [Places, F] aligned 16
+    const bf16* hidden,                      // [Places, F] aligned 16
     const Wt* __restrict__ weights,          // [E, D, F] aligned 16
     const float* __restrict__ scale,         // [E, (D+127)/128, (F+127)/128] or null; of FP8 weights
     const Wt* __restrict__ shared,           // [D, F] aligned 16 or null; of the shared expert
     const float* __restrict__ shared_scale,  // [(D+127)/128, (F+127)/128] or null
-    const int* __restrict__ expert_of,       // [Slots]
-    const int* __restrict__ first,           // [Slots+1]
-    const int* __restrict__ order,           // [P]
-    float* __restrict__ y,                   // [Places, D]
+    const int* expert_of,                    // [Slots]
+    const int* first,                        // [Slots+1]
+    const int* order,                        // [P]
+    float* y,                                // [Places, D]
     int R,
     int A,
     int D,

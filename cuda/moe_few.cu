@@ -141,7 +141,7 @@ __device__ __forceinline__ void meet(int* counters) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
-    const bf16* __restrict__ x,                   // [R, D] aligned 16
+    const bf16* x,                                // [R, D] aligned 16
     const Wt* __restrict__ gate_up,               // [E, 2*F, D] aligned 16; gate rows first
     const float* __restrict__ up_scale,           // [E, (2*F+127)/128, (D+127)/128] or null; of FP8 weights
     const Wt* __restrict__ down,                  // [E, D, F] aligned 16
@@ -150,11 +150,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
     const float* __restrict__ shared_up_scale,    // [(2*F+127)/128, (D+127)/128] or null
     const Wt* __restrict__ shared_down,           // [D, F] aligned 16 or null
     const float* __restrict__ shared_down_scale,  // [(D+127)/128, (F+127)/128] or null
-    const float* __restrict__ logits,             // [R, E]
-    const float* __restrict__ gate,               // [R] or null; the shared expert's score
-    int* __restrict__ counters,                   // [Counters] 0 before and after
+    const float* logits,                          // [R, E]
+    const float* gate,                            // [R] or null; the shared expert's score
+    int* counters,                                // [Counters] 0 before and after
     bf16* hidden,                                 // [Slots, R, F] aligned 16; slot s + 1, the shared expert's first
-    bf16* __restrict__ out,                       // [R, D]
+    bf16* out,                                    // [R, D]
     int R,
     int E,
     int A,

@@ -29,9 +29,9 @@ __device__ int collect(const float* weight, const int* expert, int* order, int P
 }
 
 extern "C" __global__ void __launch_bounds__(128, 4) top_k(
-    const float* __restrict__ logits,  // [R, E]
-    float* __restrict__ weight,        // [R, A]
-    int* __restrict__ expert,          // [R, A]
+    const float* logits,  // [R, E]
+    float* weight,        // [R, A]
+    int* expert,          // [R, A]
     int R,
     int E,
     int A,
@@ -46,11 +46,11 @@ extern "C" __global__ void __launch_bounds__(128, 4) top_k(
 }
 
 extern "C" __global__ void __launch_bounds__(128) group(
-    const float* __restrict__ weight,  // [P]
-    const int* __restrict__ expert,    // [P]
-    int* __restrict__ expert_of,       // [E]
-    int* __restrict__ first,           // [E+1]
-    int* __restrict__ order,           // [P]
+    const float* weight,  // [P]
+    const int* expert,    // [P]
+    int* expert_of,       // [E]
+    int* first,           // [E+1]
+    int* order,           // [P]
     int P,
     int E)
 {
@@ -68,12 +68,12 @@ extern "C" __global__ void __launch_bounds__(128) group(
 }
 
 extern "C" __global__ void __launch_bounds__(512, 1) top_k_group(
-    const float* __restrict__ logits,  // [R, E]
-    float* __restrict__ weight,        // [R, A]
-    int* __restrict__ expert,          // [R, A]
-    int* __restrict__ expert_of,       // [Slots]
-    int* __restrict__ first,           // [Slots+1]
-    int* __restrict__ order,           // [R*A]
+    const float* logits,  // [R, E]
+    float* weight,        // [R, A]
+    int* expert,          // [R, A]
+    int* expert_of,       // [Slots]
+    int* first,           // [Slots+1]
+    int* order,           // [R*A]
     int R,
     int E,
     int A,

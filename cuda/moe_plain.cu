@@ -46,13 +46,13 @@ __device__ __forceinline__ int blocks(int n) { return (n + BLOCK - 1) / BLOCK; }
 
 // hidden = silu(gate x) * up x, in the order of the places
 extern "C" __global__ void __launch_bounds__(128, 4) plain_gate_up(
-    const Act* __restrict__ x,          // [R, D]
-    const Wt* __restrict__ weights,     // [E, 2*F, D] gate rows first
-    const float* __restrict__ scale,    // [E, (2*F+127)/128, (D+127)/128] or null
-    const int* __restrict__ expert_of,  // [Slots]
-    const int* __restrict__ first,      // [Slots+1]
-    const int* __restrict__ order,      // [P]
-    Act* __restrict__ hidden,           // [P, F]
+    const Act* x,                     // [R, D]
+    const Wt* __restrict__ weights,   // [E, 2*F, D] gate rows first
+    const float* __restrict__ scale,  // [E, (2*F+127)/128, (D+127)/128] or null
+    const int* expert_of,             // [Slots]
+    const int* first,                 // [Slots+1]
+    const int* order,                 // [P]
+    Act* hidden,                      // [P, F]
     int A,
     int D,
     int F)
@@ -78,13 +78,13 @@ extern "C" __global__ void __launch_bounds__(128, 4) plain_gate_up(
 
 // y = down hidden, to its place
 extern "C" __global__ void __launch_bounds__(128, 4) plain_down(
-    const Act* __restrict__ hidden,     // [P, F]
-    const Wt* __restrict__ weights,     // [E, D, F]
-    const float* __restrict__ scale,    // [E, (D+127)/128, (F+127)/128] or null
-    const int* __restrict__ expert_of,  // [Slots]
-    const int* __restrict__ first,      // [Slots+1]
-    const int* __restrict__ order,      // [P]
-    float* __restrict__ y,              // [P, D]
+    const Act* hidden,                // [P, F]
+    const Wt* __restrict__ weights,   // [E, D, F]
+    const float* __restrict__ scale,  // [E, (D+127)/128, (F+127)/128] or null
+    const int* expert_of,             // [Slots]
+    const int* first,                 // [Slots+1]
+    const int* order,                 // [P]
+    float* y,                         // [P, D]
     int D,
     int F)
 {

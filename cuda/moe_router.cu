@@ -57,11 +57,11 @@ __device__ __forceinline__ void products(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) router_logits(
-    const Act* __restrict__ x,            // [R, D]
+    const Act* x,                         // [R, D]
     const Act* __restrict__ router,       // [E, D]
     const Act* __restrict__ shared_gate,  // [1, D] or null; the shared expert's
-    float* __restrict__ logits,           // [R, E]
-    float* __restrict__ gate,             // [R] or null; the shared expert's score
+    float* logits,                        // [R, E]
+    float* gate,                          // [R] or null; the shared expert's score
     int R,
     int D,
     int E)

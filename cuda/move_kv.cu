@@ -21,13 +21,13 @@ __device__ void move_rows(Act* pages, const int* table, const int* path, int cou
 }
 
 extern "C" __global__ void __launch_bounds__(128) move_kv(
-    Act* __restrict__ k_pages,           // [Layers, Pages, P, Hkv, Dh]
-    Act* __restrict__ v_pages,           // [Layers, Pages, P, Hkv, Dh]
-    const int* __restrict__ page_table,  // [B, M]
-    const int* __restrict__ start,       // [B+1]
-    const int* __restrict__ committed,   // [B]
-    const int* __restrict__ row,         // [R] accepted rows of request b from start[b] on
-    const int* __restrict__ count,       // [B]
+    Act* k_pages,           // [Layers, Pages, P, Hkv, Dh]
+    Act* v_pages,           // [Layers, Pages, P, Hkv, Dh]
+    const int* page_table,  // [B, M]
+    const int* start,       // [B+1]
+    const int* committed,   // [B]
+    const int* row,         // [R] accepted rows of request b from start[b] on
+    const int* count,       // [B]
     int Pages,
     int Hkv,
     int Dh,

@@ -9,28 +9,28 @@ constexpr int WORDS = 4, TREE_ROWS = WORDS * 32;  // rows of a tree that is no c
 constexpr int UNUSED = -2;                        // parent of a row that holds nothing
 
 extern "C" __global__ void __launch_bounds__(1024) plant(
-    const int* __restrict__ given_token,   // [R] a token; -1: the slot's last one; -(2 + j): node j of the slot's draft
-    const int* __restrict__ given_parent,  // [R] inside the request, -1 root, -2 unused; not read at drafted nodes
-    const int* __restrict__ start,         // [B + 1]
-    const int* __restrict__ slot,          // [B] -1: unused
-    const int* __restrict__ known,         // [B]
-    const int* __restrict__ last_token,    // [Slots]
-    const int* __restrict__ length,        // [Slots] committed tokens
-    const int* __restrict__ pages,         // [Slots, M]
-    const int* __restrict__ draft_token,   // [Slots, L]
-    const int* __restrict__ draft_parent,  // [Slots, L] inside the draft, -1 below the root
-    const int* __restrict__ draft_count,   // [Slots]
-    int* __restrict__ token,               // [R]
-    int* __restrict__ parent,              // [R]
-    int* __restrict__ depth,               // [R]
-    int* __restrict__ request,             // [R]
-    int* __restrict__ position,            // [R]
-    int* __restrict__ kv_slot,             // [R]
-    unsigned* __restrict__ ancestors,      // [R, 4]
-    int* __restrict__ chain,               // [B]
-    int* __restrict__ committed,           // [B]
-    int* __restrict__ root,                // [B] the last known row, inside the request; -1: none
-    int* __restrict__ page_table,          // [B, M]
+    const int* given_token,   // [R] a token; -1: the slot's last one; -(2 + j): node j of the slot's draft
+    const int* given_parent,  // [R] inside the request, -1 root, -2 unused; not read at drafted nodes
+    const int* start,         // [B + 1]
+    const int* slot,          // [B] -1: unused
+    const int* known,         // [B]
+    const int* last_token,    // [Slots]
+    const int* length,        // [Slots] committed tokens
+    const int* pages,         // [Slots, M]
+    const int* draft_token,   // [Slots, L]
+    const int* draft_parent,  // [Slots, L] inside the draft, -1 below the root
+    const int* draft_count,   // [Slots]
+    int* token,               // [R]
+    int* parent,              // [R]
+    int* depth,               // [R]
+    int* request,             // [R]
+    int* position,            // [R]
+    int* kv_slot,             // [R]
+    unsigned* ancestors,      // [R, 4]
+    int* chain,               // [B]
+    int* committed,           // [B]
+    int* root,                // [B] the last known row, inside the request; -1: none
+    int* page_table,          // [B, M]
     int R,
     int L,
     int M)

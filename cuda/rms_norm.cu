@@ -45,9 +45,9 @@ __device__ void add_row(Act* h, const Act* x, int D) {
 }
 
 extern "C" __global__ void __launch_bounds__(1024) rms_norm(
-    const Act* __restrict__ x,    // [R, D]
+    const Act* x,                 // [R, D]
     const float* __restrict__ w,  // [D] the stored weight, a delta to 1
-    Act* __restrict__ out,        // [R, D]
+    Act* out,                     // [R, D]
     int D,
     float eps)
 {
@@ -63,10 +63,10 @@ extern "C" __global__ void __launch_bounds__(1024) rms_norm(
 
 // h += x; out = norm of the new h
 extern "C" __global__ void __launch_bounds__(1024) add_rms_norm(
-    Act* __restrict__ h,          // [R, D] the residual stream, in place
-    const Act* __restrict__ x,    // [R, D]
+    Act* h,                       // [R, D] the residual stream, in place
+    const Act* x,                 // [R, D]
     const float* __restrict__ w,  // [D] the stored weight, a delta to 1
-    Act* __restrict__ out,        // [R, D]
+    Act* out,                     // [R, D]
     int D,
     float eps)
 {
@@ -84,11 +84,11 @@ extern "C" __global__ void __launch_bounds__(1024) add_rms_norm(
 
 // out = (norm of a | norm of b)
 extern "C" __global__ void __launch_bounds__(1024) joined_rms_norm(
-    const Act* __restrict__ a,     // [R, D]
+    const Act* a,                  // [R, D]
     const float* __restrict__ wa,  // [D] the stored weight, a delta to 1
-    const Act* __restrict__ b,     // [R, D]
+    const Act* b,                  // [R, D]
     const float* __restrict__ wb,  // [D]
-    Act* __restrict__ out,         // [R, 2*D]
+    Act* out,                      // [R, 2*D]
     int D,
     float eps)
 {

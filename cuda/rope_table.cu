@@ -7,10 +7,10 @@
 #include "common.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) rope_table(
-    const int* __restrict__ position,   // [R]
+    const int* position,                // [R]
     const Freq* __restrict__ inv_freq,  // [Half]
-    float* __restrict__ cosine,         // [R, Half]
-    float* __restrict__ sine,           // [R, Half]
+    float* cosine,                      // [R, Half]
+    float* sine,                        // [R, Half]
     int R,
     int Half,
     double factor)

@@ -218,30 +218,30 @@ __device__ bool touch(Touched& touched, const int* parent, const int* token, int
 }
 
 extern "C" __global__ void __launch_bounds__(512) sample(
-    const float* __restrict__ logits,           // [N, V] of rows with use = 1
-    unsigned long long* __restrict__ largest,   // [N] or null; of rows with use = 2, 0 behind; null: their logits are there
-    const int* __restrict__ row,                // [N] rows of the forest, -1: none
-    const int* __restrict__ use,                // [N]
-    const int* __restrict__ parent,             // [R] of the forest, as token, depth, request and start
-    const int* __restrict__ token,              // [R]
-    const int* __restrict__ depth,              // [R]
-    const int* __restrict__ request,            // [R]
-    const int* __restrict__ start,              // [B+1]
-    const int* __restrict__ slot,               // [B]
-    const int* __restrict__ root,               // [B] local row of the last known token
-    const unsigned char* __restrict__ allowed,  // [V] or null
-    const double* __restrict__ numbers,         // [Slots, 6]
-    const int* __restrict__ whole,              // [Slots, 5]
-    const unsigned long long* __restrict__ seed,  // [Slots]
-    const int* __restrict__ early,              // [Slots, 64]
-    const double* __restrict__ bias,            // [Slots, V]
-    const int* __restrict__ seen,               // [Slots, V]
-    const int* __restrict__ known,              // [Slots]
-    const int* __restrict__ generated,          // [Slots]
-    double* __restrict__ group_top,             // [N, Count]
-    double* __restrict__ group_mass,            // [N, Count]
-    int* __restrict__ arrived,                  // [Counters] zeros
-    int* __restrict__ out,                      // [R] the token of each row, or why there is none
+    const float* logits,             // [N, V] of rows with use = 1
+    unsigned long long* largest,     // [N] or null; of rows with use = 2, 0 behind; null: their logits are there
+    const int* row,                  // [N] rows of the forest, -1: none
+    const int* use,                  // [N]
+    const int* parent,               // [R] of the forest, as token, depth, request and start
+    const int* token,                // [R]
+    const int* depth,                // [R]
+    const int* request,              // [R]
+    const int* start,                // [B+1]
+    const int* slot,                 // [B]
+    const int* root,                 // [B] local row of the last known token
+    const unsigned char* allowed,    // [V] or null
+    const double* numbers,           // [Slots, 6]
+    const int* whole,                // [Slots, 5]
+    const unsigned long long* seed,  // [Slots]
+    const int* early,                // [Slots, 64]
+    const double* bias,              // [Slots, V]
+    const int* seen,                 // [Slots, V]
+    const int* known,                // [Slots]
+    const int* generated,            // [Slots]
+    double* group_top,               // [N, Count]
+    double* group_mass,              // [N, Count]
+    int* arrived,                    // [Counters] zeros
+    int* out,                        // [R] the token of each row, or why there is none
     int V,
     int Count)
 {

@@ -5,12 +5,12 @@
 
 constexpr int NEAR = 4;  // neighbours that a lane moves at once where widths and addresses allow it
 
-// N neighbours at a multiple of their size, up to 16 bytes, in one access, of what nobody writes meanwhile.
+// N neighbours at a multiple of their size, up to 16 bytes, in one access.
 template <int N, class T>
 __device__ __forceinline__ Pack<T, N> read(const T* p) {
   if constexpr (sizeof(T) * N == 8) {
     Pack<T, N> pack;
-    const unsigned long long word = __ldg(reinterpret_cast<const unsigned long long*>(p));
+    const unsigned long long word = *reinterpret_cast<const unsigned long long*>(p);
     memcpy(&pack, &word, 8);
     return pack;
   } else {

@@ -21,8 +21,8 @@ __device__ void gated(const Act* gate_up, Act* out, int R, int F) {
 }
 
 extern "C" __global__ void __launch_bounds__(256) swiglu(
-    const Act* __restrict__ gate_up,  // [R, 2*F]
-    Act* __restrict__ out,            // [R, F]
+    const Act* gate_up,  // [R, 2*F]
+    Act* out,            // [R, F]
     int R,
     int F)
 {

@@ -11,7 +11,7 @@
 // from L2.
 //
 // sizes: Dh=32,64,128,256 Rows=16 Stages=2,3 Act=bf16 | Dh=32,64,128,256 Rows=64 Stages=2 Act=bf16
-// spills: a few registers outside the products at Dh=256 on sm_90 and 100, so that two blocks of 256 threads fit beside each other
+// spills: a few registers at Dh=128 and 256 on sm_90 and 100, so that two blocks of 256 threads fit beside each other
 #include "arrival.cuh"
 #include "attention.cuh"
 #include "mma.cuh"
@@ -231,7 +231,7 @@ __device__ void end_split(const Softmax& x, bool join, int skip, const Queries<R
 }
 
 // out = sum of parts / sum of weights * sigmoid(gate) for the tile's queries, a warp a query; as attention_join.cu.
-__device__ void join_tile(const Queries<Rows>& query, const Tile& tile, int count, int Ratio, int Hq, int Ldg,
+__device__ void join_tile(const Queries<Rows>& query, const QueryTile& tile, int count, int Ratio, int Hq, int Ldg,
                           const float* part_o, const float* part_ml, const Act* gate, Act* out) {
   constexpr int EACH = Dh / WARP, AT_ONCE = 16;  // columns of a lane; parts under way
   const int lane = threadIdx.x % WARP;
@@ -280,27 +280,28 @@ __device__ void join_tile(const Queries<Rows>& query, const Tile& tile, int coun
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tree_attention(
-    const Act* __restrict__ q,               // [Rq, Hq, Dh] aligned 16
-    const Act* __restrict__ k_pages,         // [Pages, P, Hkv, Dh] aligned 16
-    const Act* __restrict__ v_pages,         // [Pages, P, Hkv, Dh] aligned 16
-    const int* __restrict__ page_table,      // [B, M]
-    const int* __restrict__ rows,            // [Rq] or null; rows of the forest, -1 for none
-    const int* __restrict__ request,         // [R]
-    const unsigned* __restrict__ ancestors,  // [R, 4]
-    const int* __restrict__ chain,           // [B]
-    const int* __restrict__ start,           // [B+1]
-    const int* __restrict__ committed,       // [B]
-    float* __restrict__ part_o,              // [Parts, Hq, Dh] aligned 16
-    float* __restrict__ part_ml,             // [Parts, Hq, 2] aligned 16
-    int* __restrict__ parts,                 // [Rq, 2] or null; first part and number of parts of a row
-    const Act* __restrict__ gate,            // [Rq, Hq, Dh] strides [Ldg, Dh, 1]
-    int* __restrict__ arrived,               // [Counters] zeros
-    Act* __restrict__ out,                   // [Rq, Hq, Dh] or null
+    const Act* q,               // [Rq, Hq, Dh] aligned 16
+    const Act* k_pages,         // [Pages, P, Hkv, Dh] aligned 16
+    const Act* v_pages,         // [Pages, P, Hkv, Dh] aligned 16
+    const int* page_table,      // [B, M]
+    const int* rows,            // [Rq] or null; rows of the forest, -1 for none
+    const int* request,         // [R]
+    const unsigned* ancestors,  // [R, 4]
+    const int* chain,           // [B]
+    const int* start,           // [B+1]
+    const int* committed,       // [B]
+    float* part_o,              // [Parts, Hq, Dh] aligned 16
+    float* part_ml,             // [Parts, Hq, 2] aligned 16
+    int* parts,                 // [Rq, 2] or null; first part and number of parts of a row
+    const Act* gate,            // [Rq, Hq, Dh] strides [Ldg, Dh, 1]
+    int* arrived,               // [Counters] zeros
+    Act* out,                   // [Rq, Hq, Dh] or null
     int Hq,
     int Hkv,
     int P,
     int B,
     int M,
+    int Rq,
     int Room,
     int Splits,
     int Ldg,
@@ -313,14 +314,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tree_attention(
 
   // the tile; long ones are started first
   query.clear();
-  const Trees forest = {rows, request, ancestors, chain, start, committed, B};
+  __syncthreads();
+  const Trees forest = {rows, request, ancestors, chain, start, committed, B, Rq};
   const int Ratio = Hq / Hkv;
-  const Tile tile = find_tile(forest, gridDim.x - 1 - blockIdx.x, Rows, Ratio, Room, Splits, M * P);
+  const auto longest_first = [](int tiles) { return tiles - 1 - int(blockIdx.x); };
+  const QueryTile tile = find_tile(forest, Rows, Ratio, Room, Splits, M * P, longest_first);
   if (tile.request < 0) return;
   const bool side_by_side = tile.step > 1;
   const int splits = side_by_side ? split_of(tile.end - 1) + 1 : 1;
   if (blockIdx.z >= splits) return;
-  query.describe(forest, tile, Ratio, Hq);
+  query.describe(forest, tile, Ratio, blockIdx.y, Hq);
   write_parts(tile, Rows, Ratio, splits, parts);
 
   bf16* q_tile = reinterpret_cast<bf16*>(arena);

@@ -7,6 +7,7 @@
 // Read twice: the KV of a split, once for each tile of its request, from L2.
 //
 // sizes: Dh=32,64,128,256 Act=float
+// spills: two registers at Dh=64 or 128 on sm_80 to 90, so that four blocks fit beside each other
 #include "attention.cuh"
 
 constexpr int ROWS = 16, KEYS = 32, THREADS = 128, EIGHT = 8;  // EIGHT threads a query
@@ -29,24 +30,25 @@ __device__ void copy_rows(float* to, const Act* pages, const int* table, const Q
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) tree_attention(
-    const Act* __restrict__ q,               // [Rq, Hq, Dh] aligned 16
-    const Act* __restrict__ k_pages,         // [Pages, P, Hkv, Dh] aligned 16
-    const Act* __restrict__ v_pages,         // [Pages, P, Hkv, Dh] aligned 16
-    const int* __restrict__ page_table,      // [B, M]
-    const int* __restrict__ rows,            // [Rq] or null; rows of the forest, -1 for none
-    const int* __restrict__ request,         // [R]
-    const unsigned* __restrict__ ancestors,  // [R, 4]
-    const int* __restrict__ chain,           // [B]
-    const int* __restrict__ start,           // [B+1]
-    const int* __restrict__ committed,       // [B]
-    float* __restrict__ part_o,              // [Parts, Hq, Dh] aligned 16
-    float* __restrict__ part_ml,             // [Parts, Hq, 2] aligned 16
-    int* __restrict__ parts,                 // [Rq, 2] first part and number of parts of a row
+    const Act* q,               // [Rq, Hq, Dh] aligned 16
+    const Act* k_pages,         // [Pages, P, Hkv, Dh] aligned 16
+    const Act* v_pages,         // [Pages, P, Hkv, Dh] aligned 16
+    const int* page_table,      // [B, M]
+    const int* rows,            // [Rq] or null; rows of the forest, -1 for none
+    const int* request,         // [R]
+    const unsigned* ancestors,  // [R, 4]
+    const int* chain,           // [B]
+    const int* start,           // [B+1]
+    const int* committed,       // [B]
+    float* part_o,              // [Parts, Hq, Dh] aligned 16
+    float* part_ml,             // [Parts, Hq, 2] aligned 16
+    int* parts,                 // [Rq, 2] first part and number of parts of a row
     int Hq,
     int Hkv,
     int P,
     int B,
     int M,
+    int Rq,
     int Room,
     int Splits,
     float scale)
@@ -60,15 +62,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) tree_attention(
   float *kv = q_tile + ROWS * STRIDE, *p = kv + KEYS * Dh;
 
   // the tile; long ones are started first
-  const Trees forest = {rows, request, ancestors, chain, start, committed, B};
+  const Trees forest = {rows, request, ancestors, chain, start, committed, B, Rq};
   const int Ratio = Hq / Hkv;
   query.clear();
-  const Tile tile = find_tile(forest, gridDim.x - 1 - blockIdx.x, ROWS, Ratio, Room, Splits, M * P);
+  __syncthreads();
+  const auto longest_first = [](int tiles) { return tiles - 1 - int(blockIdx.x); };
+  const QueryTile tile = find_tile(forest, ROWS, Ratio, Room, Splits, M * P, longest_first);
   if (tile.request < 0) return;
   const bool side_by_side = tile.step > 1;
   const int splits = side_by_side ? split_of(tile.end - 1) + 1 : 1;
   if (blockIdx.z >= splits) return;
-  query.describe(forest, tile, Ratio, Hq);
+  query.describe(forest, tile, Ratio, blockIdx.y, Hq);
   write_parts(tile, ROWS, Ratio, splits, parts);
   __syncthreads();
   for (int e = threadIdx.x; e < ROWS * Dh; e += THREADS) {

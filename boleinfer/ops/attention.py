@@ -6,7 +6,7 @@ nodes of the tree slots T .. T+N-1 in row order. Slots never written may hold an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ _SIDE_ROWS = 256  # such rows at most
 _TREE_ROWS = 128  # of one request at most
 _BLOCKS, _WORKERS = 1024, 4  # blocks worth starting; for each tile at least this many, if it has as many splits
 WIDTHS = (32, 64, 128, 256)  # of heads, on the GPU
+_HOPPER = "tree_attention_hopper.cu"
 
 
 def tree_attention(
@@ -45,8 +46,9 @@ def tree_attention(
     NumPy: float32 is within about 5e-7 of float64. A request's KV is read once, or once for every SCORES scores where
     there are more; consecutive pages are read in place, scattered ones gathered first.
     GPU: Dh 32, 64, 128 or 256. Scores, softmax and sums in float32; with bf16 the weights of the softmax are rounded to
-    bf16, above and below the fraction alike. A row's bits depend on its own request alone, and not on the number of
-    rows beside it. Scratch memory: SCRATCH bytes and 4 n Hq Dh, at most.
+    bf16, above and below the fraction alike. A row's bits depend on its own request alone, and while that has at most
+    128 rows not on their number. The forest, page_table, rows and what is committed have to be there before the pass
+    begins (after_all_previous in cuda/common.cuh). Scratch memory: SCRATCH bytes and 4 n Hq Dh, at most.
     """
     if isinstance(forest, DeviceForest):
         return _launch(q, gate, k_pages, v_pages, page_table, forest, scale, rows)
@@ -81,7 +83,7 @@ def _launch(
     scale: float,
     rows: Array | None,
 ) -> Array:
-    """One kernel, or two. Grids depend on the sizes of arrays alone."""
+    """One kernel, or two. Grids depend on the sizes of arrays and on the device alone."""
     (n, Hq, Dh), (B, M), (P, Hkv) = q.shape, page_table.shape, k_pages.shape[1:3]
     act, ratio = device.c_type(q), Hq // Hkv
     if Dh not in WIDTHS or Hq % Hkv or act not in ("bf16", "float"):
@@ -97,24 +99,34 @@ def _launch(
     held = room * splits + (0 if room == n <= _TREE_ROWS else n)
     part_o, part_ml = (device.empty((held, Hq, width), np.float32) for width in (Dh, 2))
 
-    tile = 64 if act == "bf16" and rows is None and n * ratio > 32 * min(B, n) else 16
-    tiles = n * -(-ratio // tile) if rows is not None else (n * ratio + min(B, n) * (tile - 1)) // tile
-    workers = min(splits, max(_WORKERS, _BLOCKS // (tiles * Hkv)))
-    joins = act == "bf16" and tile == 16 and tiles * Hkv <= device.COUNTERS  # all in one launch
-    parts = None if joins else device.empty((n, 2), np.int32)
-    shared = {"Hq": Hq, "rows": rows, "request": forest.request, "part_o": part_o, "part_ml": part_ml, "parts": parts}
-    args = shared | {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table}
-    args |= {name: getattr(forest, name) for name in ("ancestors", "chain", "start", "committed")}
-    args |= {"Hkv": Hkv, "P": P, "B": B, "M": M, "Room": room, "Splits": splits, "scale": scale}
+    shared = {"Hq": Hq, "rows": rows, "request": forest.request, "part_o": part_o, "part_ml": part_ml}
     end = {"gate": gate, "Ldg": gate.strides[0] // gate.dtype.itemsize}
-    grid = tiles, Hkv, workers
+    args = shared | {"q": q, "page_table": page_table, "Hkv": Hkv, "P": P, "B": B, "M": M, "Rq": n, "Room": room}
+    args |= {name: getattr(forest, name) for name in ("ancestors", "chain", "start", "committed")}
+    args |= {"Splits": splits, "scale": scale}
+
+    def tiles(size: int) -> int:
+        """Tiles of so many queries, at most."""
+        return n * -(-ratio // size) if rows is not None else (n * ratio + min(B, n) * (size - 1)) // size
+
+    if act == "bf16" and Dh >= 64 and _box(P) and kernels.runs_here(_HOPPER):
+        args |= end | {"out": out}
+        _launch_hopper(args, k_pages, v_pages, tiles, 1 if rows is not None else n / min(B, n))
+        return out
+
+    tile = 64 if act == "bf16" and rows is None and n * ratio > 32 * min(B, n) else 16
+    workers = min(splits, max(_WORKERS, _BLOCKS // (tiles(tile) * Hkv)))
+    joins = act == "bf16" and tile == 16 and tiles(tile) * Hkv <= device.COUNTERS  # all in one launch
+    parts = None if joins else device.empty((n, 2), np.int32)
+    args |= {"k_pages": k_pages, "v_pages": v_pages, "parts": parts}
+    grid = tiles(tile), Hkv, workers
     if act == "bf16":
         keys = 32 if Dh == 256 else 64
         stage = 2 * keys * (max(Dh, tile) + Dh)
         stages = 3 if tile == 16 and 2 * tile * Dh + 3 * stage <= device.shared_bytes() - 1024 else 2
         constants = {"Dh": Dh, "Rows": tile, "Stages": stages, "Act": act}
         memory = 2 * tile * Dh + stages * stage
-        args |= end | {"out": out if joins else None, "arrived": device.counters(tiles * Hkv if joins else 0)}
+        args |= end | {"out": out if joins else None, "arrived": device.counters(tiles(tile) * Hkv if joins else 0)}
         kernels.launch("tree_attention.cu", "tree_attention", grid, 4 * max(tile, 32), args, None, memory, constants)
     else:
         memory = 4 * (16 * (Dh + 1) + 32 * Dh + 16 * 32)
@@ -122,9 +134,30 @@ def _launch(
         kernels.launch("tree_attention_float.cu", "tree_attention", grid, 128, args, None, memory, constants)
     if not joins:
         constants = {"Dh": Dh, "Act": act}
-        args, blocks = shared | end | {"out": out}, -(-Hq * Dh // 512)
+        args, blocks = shared | end | {"parts": parts, "out": out}, -(-Hq * Dh // 512)
         kernels.launch("attention_join.cu", "attention_join", (n, blocks), 128, args, constants=constants)
     return out
+
+
+def _launch_hopper(
+    args: dict[str, Any], k_pages: Array, v_pages: Array, tiles: Callable[[int], int], each: float
+) -> None:
+    """The one kernel of sm_90a; each: rows of a request that attend together, on average."""
+    (P, Hkv, Dh), ratio = k_pages.shape[1:], args["Hq"] // args["Hkv"]
+    size = next(s for s in (8, 64, 128) if each * ratio <= s or s == 128)  # queries of a tile
+    processors, tile_bytes, extra = device.multiprocessors(), 128 * Dh, 2 * size * Dh + 1024 * (size == 8)
+    stages = min(8, (device.shared_bytes() - 2048 - 28 * size - extra) // tile_bytes)
+    k, v = (pages.reshape(-1, Hkv * Dh) for pages in (k_pages, v_pages))
+    args |= {"k": k, "v": v, "Box": _box(P), "arrived": device.counters(processors), "Waiting": max(1, processors - 2)}
+    constants = {"Dh": Dh, "Rows": size, "Ratio": ratio, "Stages": stages, "Act": "bf16"}
+    memory, threads = 1024 + extra + stages * tile_bytes, 384 if size == 128 else 160
+    grid = max(processors // Hkv, tiles(size)), Hkv
+    kernels.launch(_HOPPER, "tree_attention", grid, threads, args, None, memory, constants)
+
+
+def _box(P: int) -> int:
+    """Slots of a page that TMA copies at a time, for pages of P slots; 0 where it cannot."""
+    return min(P, 64) if P >= 8 and P & (P - 1) == 0 else 0
 
 
 def splits_of(slots: int) -> int:

@@ -178,35 +178,42 @@ def gdn(
 # ---- the GPU ---------------------------------------------------------------------------------------------------------
 
 WIDTHS = 16, 32, 64, 128  # of K and V that the kernels are for
-# Columns of V of a block, its warps, and how many columns before a window's own it takes at once (gdn.cu)
-WIDE, NARROW, NARROWEST = (128, 8, 16), (32, 4, 64), (32, 4, 16)
-BLOCKS = 2  # of a multiprocessor
-MANY_HEADS = 192  # of all requests: where wide blocks still fill the device
+WARPS = {128: 12, 64: 8, 32: 8, 16: 8}  # of a block, by its columns of V
+FEW_WARPS = 6  # of narrow blocks with few rows: two fit on a multiprocessor, so that the next launch's can begin early
+PANELS = 64, 16  # how many columns before a window's own a block takes at once: as many as there is room for
 
 
 def _tiles(k: Array, S: Array, ring: Ring, B: int) -> tuple[dict[str, Any], int, int]:
-    """Constants, grid and block: the first choice that fits; blocks stay and take one head's columns after another."""
+    """Constants, grid and block: the widest blocks that fit and do not leave columns of V to half of the device alone.
+
+    Blocks stay, one a multiprocessor, and take one head's columns after another."""
     (Hv, K, V), C = S.shape[1:], ring.k.shape[1]
     if K not in WIDTHS or V not in WIDTHS or C > CHUNK:
         raise KernelError(f"gdn: K={K}, V={V}, a ring of {C}; the GPU takes K, V in {WIDTHS} and rings up to {CHUNK}")
-    wide = k.itemsize == 2 and WIDE[0] == V and B * Hv >= MANY_HEADS
-    for width, warps, panel in (WIDE, NARROW, NARROWEST)[not wide :]:
-        width = min(width, V)
-        constants = {"Act": device.c_type(k), "K": K, "V": V, "Vt": width, "Warps": warps, "Panel": panel}
-        if BLOCKS * _shared(constants, C) <= device.shared_bytes():
-            break
-    return constants, min(B * Hv * V // width, BLOCKS * device.multiprocessors()), 32 * warps
+    blocks, widest = device.multiprocessors(), min(32, V)
+    while widest < V and B * Hv * V // widest > blocks:
+        widest *= 2
+    few = widest <= 32 and len(k) <= 16 * B
+    for panel in PANELS[few:]:
+        for width in (width for width in reversed(WIDTHS) if width <= widest):
+            warps = FEW_WARPS if few else WARPS[width]
+            constants = {"Act": device.c_type(k), "K": K, "V": V, "Vt": width, "Warps": warps, "Panel": panel}
+            if _shared(constants, C) <= device.shared_bytes():
+                return constants, min(B * Hv * V // width, blocks), 32 * warps
+    need = _shared(constants, C)
+    raise KernelError(f"gdn: K={K}, V={V} and a ring of {C} need {need} bytes of shared memory; use a shorter ring")
 
 
 def _shared(constants: dict[str, Any], C: int) -> int:
-    """Bytes of dynamic shared memory: Memory in gdn_window.cuh, or the state and what one_row in gdn_row.cuh takes."""
+    """Bytes of dynamic shared memory: Memory in gdn_window.cuh, whose end one_row in gdn_row.cuh uses as well."""
     K, Vt, panel, act = (constants[name] for name in ("K", "Vt", "Panel", "Act"))
-    item, key_parts, parts, rows = (2, 1, 2, 32) if act == "bf16" else (4, 3, 3, 16)
-    keys = 2 * key_parts * (2 * rows * (1 if Vt > 32 else 2) + panel) * (K + 8)
-    weights = 4 * parts * rows * (panel + rows + 8) + rows // 16 * (6 * 16 * 24 + 4 * 16 * 16)
-    window = keys + weights + 8 * (CHUNK + TREE_ROWS) + (16 + 8) * rows + 16 + 16
-    threads = min(4 * Vt, 32 * constants["Warps"])
-    return 4 * K * Vt + max(window, 4 * (3 * CHUNK + 4 + Vt * threads // 16) + C * (K * item + 4 * Vt))
+    item, key_parts, parts, rows, buffers = (2, 1, 2, 32, 2) if act == "bf16" else (4, 3, 3, 16, 1)
+    keys = 2 * key_parts * (4 * rows + buffers * panel) * (K + 8)
+    steps = 8 * 4 * rows + 16 * rows + 2 * 8 * (CHUNK + TREE_ROWS) + 16 + 4 * 96 + 4 * 16
+    weights = 8 * parts * rows * (panel + rows + 8) + rows // 16 * (2 * 6 * 16 * 24 + 4 * 16 * 16)
+    threads = min(4 * Vt, 1 << (32 * constants["Warps"]).bit_length() - 1)
+    row = 4 * (Vt * threads // 16 + 3 * CHUNK + 4) + C * (K * item + 4 * Vt)
+    return 4 * K * Vt + keys + steps + max(weights, row)
 
 
 def _launch(

@@ -13,6 +13,7 @@ from boleinfer.forest import Forest, Tree
 from boleinfer.kernels import KernelError, ToolchainError
 from boleinfer.ops import attention, relative_error
 from boleinfer.ops.attention import move_kv, splits_of, tree_attention
+from boleinfer.ops.embedding import embedding
 from tests import strategies as some
 
 BOUND = {"bf16": 8e-3, "float": 1e-5}
@@ -168,11 +169,11 @@ def test_trees_of_every_size(gpu, act, n):
     scene.check(scene.run())
 
 
-@pytest.mark.parametrize("act", BOUND)
-def test_a_row_has_the_same_bits_in_any_company(gpu, act, monkeypatch):
+@pytest.mark.parametrize("act, Dh", [("float", 32), ("bf16", 32), ("bf16", 64)])
+def test_a_row_has_the_same_bits_in_any_company(gpu, act, Dh, monkeypatch):
     rng = np.random.default_rng(0)
     T = [300, 20, 4500, 300]
-    scene = Scene(rng, [some.chain(150), some.binary(31), [-1], some.chain(1)], T, 16, 4, 2, 32, act)
+    scene = Scene(rng, [some.chain(150), some.binary(31), [-1], some.chain(1)], T, 16, 4, 2, Dh, act)
     scene.past[3], scene.kv[:, -1], scene.q[-1], scene.gate[-1] = (
         scene.past[0],
         scene.kv[:, 0],
@@ -185,7 +186,7 @@ def test_a_row_has_the_same_bits_in_any_company(gpu, act, monkeypatch):
     assert scene.run().tobytes() == out.tobytes()
     monkeypatch.undo()
     for b, rows in enumerate(map(scene.forest.rows, range(4))):
-        alone = Scene(rng, [scene.forest.trees[b].parent.tolist()], [T[b]], 7, 4, 2, 32, act)
+        alone = Scene(rng, [scene.forest.trees[b].parent.tolist()], [T[b]], 7 if Dh == 32 else 8, 4, 2, Dh, act)
         alone.past, alone.kv = [scene.past[b]], scene.kv[:, rows]
         alone.q, alone.gate = scene.q[rows], scene.gate[rows]
         assert alone.run().tobytes() == out[rows].tobytes(), f"request {b} alone"
@@ -255,16 +256,20 @@ class TestOnAGpu:
             for trees, T in (([some.chain(3), some.binary(20)], [60, 50]), ([some.star(20), [-1]], [60, 40]))
         )
         arguments, later = first.on_device(), second.on_device()
+        ids, table = device.upload(np.zeros(1, np.int32)), device.upload(np.ones((1, 8), np.float32))
         stream = cupy.cuda.Stream(non_blocking=True)
         with stream, warnings.catch_warnings():
             warnings.simplefilter("error")
+            embedding(ids, table)  # as every pass begins: what attention reads early was written before it
             tree_attention(*arguments)
             stream.synchronize()
             stream.begin_capture()
+            embedding(ids, table)
             out = tree_attention(*arguments)
             graph = stream.end_capture()
             for old, new in zip([*arguments[:5], *vars(arguments[5]).values()], [*later[:5], *vars(later[5]).values()]):
-                old[...] = new
+                if isinstance(old, cupy.ndarray):
+                    old[...] = new
             graph.launch(stream)
             stream.synchronize()
         second.check(device.download(out)[second.flat])
@@ -283,6 +288,7 @@ class TestOnAGpu:
         for large, small in zip(big, (k, v)):
             large[-len(k) :] = small
         high = cupy.where(table < 0, table, table + pages - len(k)).astype(np.int32)
+        cupy.cuda.get_current_stream().synchronize()
         out = device.download(tree_attention(*arguments[:2], *big, high, *arguments[5:]))
         assert out.tobytes() == expected.tobytes()
         row = np.full(scene.R, -1, np.int32)

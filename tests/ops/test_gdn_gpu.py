@@ -289,12 +289,13 @@ def test_the_width_of_a_tile_changes_no_bit(gpu, act, monkeypatch):
         memory.step(rng, Envelope(rng, [some.chain(9), some.chain(3), some.binary(20)]))
     envelope = Envelope(rng, [some.binary(30), some.chain(70), [-1]], holes=False)
     rows, results = [envelope.rows(x) for x in memory.rows(rng, len(envelope.forest), False)], []
-    for width in (16, 32, 64):
-        constants = {"Act": act, "K": 32, "V": 64, "Vt": width, "Warps": 4, "Panel": 16}
-        monkeypatch.setattr(ops, "_tiles", lambda *_, c=constants, w=width: (c, 64 // w * 2 * 2, 128))
+    for width, warps, panel in ((16, 4, 16), (32, 6, 16), (32, 8, 64), (64, 12, 16)):
+        constants = {"Act": act, "K": 32, "V": 64, "Vt": width, "Warps": warps, "Panel": panel}
+        grid = 64 // width * 2 * 2
+        monkeypatch.setattr(ops, "_tiles", lambda *_, c=constants, g=grid: (c, g, 32 * c["Warps"]))
         out = gdn(*rows, memory.S, memory.ring, memory.device_slot, envelope.upload())
         results.append([device.download(x).tobytes() for x in out])
-    assert results[0] == results[1] == results[2]
+    assert all(result == results[0] for result in results)
 
 
 def test_what_the_kernels_do_not_take_is_refused(gpu):

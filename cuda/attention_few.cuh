@@ -1,0 +1,148 @@
+// Attention of 8 queries by a warpgroup: slots, then columns of V, are the rows of its products, queries their columns.
+#pragma once
+
+#include "attention_tile.cuh"
+
+// o^T (+)= v^T p^T of a panel's 64 columns and 16 slots, from zero at step 0; p: 8 queries by 64 slots.
+#ifdef EMULATED
+inline void multiply_columns(float (&d)[4], const bf16* v, const bf16* p, int step) {
+  const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+  unsigned a[4], b[2];
+  if (step == 0) memset(d, 0, sizeof d);
+  const int slot = 16 * step + lane / 16 * 8 + lane % 8, col = threadIdx.x / WARP * 16 + lane / 8 % 2 * 8;
+  ldmatrix_x4_trans(a, v + place_in_tile<64>(slot, col));
+  for (int i = 0; i < 2; i++) memcpy(b + i, p + place_in_tile<8>(g, 16 * step + 8 * i) + 2 * t, 4);
+  mma_m16n8k16(d, a, b);
+}
+#else
+__device__ __forceinline__ void multiply_columns(float (&d)[4], const bf16* v, const bf16* p, int step) {
+  asm volatile(
+      "{\n"
+      ".reg .pred more;\n"
+      "setp.ne.b32 more, %6, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, more, 1, 1, 1, 0;\n"
+      "}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "l"(Tile(v).bits + 128 * step), "l"(Tile(p).bits + 2 * step), "r"(step));
+}
+#endif
+
+// Queries 2 t + e: of slots (of columns of each panel) 16 w + g + 8 h in element 2 h + e.
+template <>
+struct Share<8> {
+  struct Shared {
+    Barrier met;
+    float top[4][8];
+  };
+  __device__ __forceinline__ static void prepare(Shared& shared) { make_barrier(shared.met, 4 * WARP); }
+  static constexpr int EXTRA = 512;  // numbers behind q: the weights, 8 queries by 64 slots
+
+  float o[PANELS][4], m[2], l[2];
+  Shared& shared;
+  Meeting meet;
+  bf16* p;
+
+  __device__ __forceinline__ Share(Shared& shared, bf16* q) : shared(shared), meet{shared.met}, p(q + 8 * Dh) { clear(); }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < 4 * PANELS; i++) o[i / 4][i % 4] = 0.0f;
+    m[0] = m[1] = -inf(), l[0] = l[1] = 0.0f;
+  }
+
+  float s[4];
+
+  __device__ __forceinline__ void scores(const bf16* q, const bf16* k) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[i] = 0.0f;
+    wgmma_begin();
+#pragma unroll
+    for (int panel = 0; panel < PANELS; panel++) {
+#pragma unroll
+      for (int step = 0; step < 4; step++) wgmma(s, Tile(k + panel * PANEL), Tile(q + panel * (8 * 64)), step);
+    }
+    wgmma_end();
+    wgmma_wait<0>();
+  }
+
+  // -inf where a query does not see the slot
+  __device__ __forceinline__ void mask(const Queries<8>& query, int key) {
+    const int lane = threadIdx.x % WARP, slot = threadIdx.x / WARP * 16 + lane / 4;
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const unsigned long long seen = query.visible(lane % 4 * 2 + e, key) >> slot;
+      if (!(seen & 1)) s[e] = -inf();
+      if (!(seen & 256)) s[2 + e] = -inf();
+    }
+  }
+
+  // The weights, to shared memory; their maxima and sums
+  float part_m[2], part_l[2];
+
+  __device__ __forceinline__ void weigh(float c) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+    float top[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
+#pragma unroll
+    for (int d = 4; d < WARP; d *= 2) {
+#pragma unroll
+      for (int e = 0; e < 2; e++) top[e] = fmaxf(top[e], __shfl_xor_sync(ALL_LANES, top[e], d));
+    }
+    if (g == 0) shared.top[warp][2 * t] = top[0], shared.top[warp][2 * t + 1] = top[1];
+    meet();
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const float most = fmaxf(fmaxf(shared.top[0][2 * t + e], shared.top[1][2 * t + e]),
+                               fmaxf(shared.top[2][2 * t + e], shared.top[3][2 * t + e]));
+      part_m[e] = __fmul_rn(most, c);
+      const float base = part_m[e] == -inf() ? 0.0f : part_m[e];
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int slot = warp * 16 + 8 * h;
+        p[place_in_tile<8>(2 * t + e, slot) + g] = from_float<bf16>(power2(fmaf(s[2 * h + e], c, -base)));
+      }
+    }
+    fence_writes();
+    meet();
+    float sum[4] = {};
+#pragma unroll
+    for (int step = 0; step < KS; step += 2) {
+      unsigned r[4];
+      ldmatrix_x4(r, p + place_in_tile<8>(lane % 8, 16 * step + lane / 8 * 8));
+      const unsigned first[4] = {r[0], 0, r[1], 0}, second[4] = {r[2], 0, r[3], 0};
+      add_weights(sum, first), add_weights(sum, second);
+    }
+#pragma unroll
+    for (int e = 0; e < 2; e++) part_l[e] = __shfl_sync(ALL_LANES, sum[0], (2 * t + e) * 4);
+  }
+
+  // Joins p v.
+  __device__ __forceinline__ void add(const bf16* v) {
+    float part[PANELS][4];
+    wgmma_begin();
+#pragma unroll
+    for (int step = 0; step < KS; step++)
+#pragma unroll
+      for (int panel = 0; panel < PANELS; panel++) multiply_columns(part[panel], v + panel * PANEL, p, step);
+    wgmma_end();
+    float2 factor[2];
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      factor[e] = join_factors(m[e], part_m[e]);
+      l[e] = joined(l[e], part_l[e], factor[e]);
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < 4 * PANELS; i++) o[i / 4][i % 4] = joined(o[i / 4][i % 4], part[i / 4][i % 4], factor[i % 2]);
+  }
+
+  // visit(i, query, column, first of NEIGHBOURS sums) for all that the lane owns, of its query i
+  static constexpr int NEIGHBOURS = 1;
+  template <class Visit>
+  __device__ __forceinline__ void each(Visit visit) {
+    const int lane = threadIdx.x % WARP, col = threadIdx.x / WARP * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < 4 * PANELS; i++) visit(i % 2, query(i % 2), i / 4 * 64 + col + i / 2 % 2 * 8, o[i / 4] + i % 4);
+  }
+  __device__ __forceinline__ static int query(int i) { return threadIdx.x % 4 * 2 + i; }
+  __device__ __forceinline__ static bool tells() { return threadIdx.x < 4; }  // its queries' m and l: one thread for each
+};

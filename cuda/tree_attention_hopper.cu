@@ -1,0 +1,327 @@
+// Attention of a forest over paged KV by TMA and wgmma: softmax(scale q k^T) v of each query, times sigmoid(gate).
+// Definition: tree_attention in boleinfer/ops/attention.py; words and parts: attention.cuh, the products: attention_tile.cuh.
+//
+// A block belongs to a tile of Rows queries of one KV head and takes a run of its splits. Where there are more blocks than
+// tiles, equally long runs of a tile are worked on side by side, and the last few blocks to finish share the joining of the
+// parts. A run that has the tile to itself joins its parts in turn, and a long prompt's joins every 64 slots.
+// At few rows and short contexts what runs once costs by its instructions, which come from L2: it is kept short, and loops
+// that could be unrolled are not.
+//
+// grid: at least as many blocks as there may be tiles, Hkv. block: a warpgroup for 64 queries each (one for Rows = 8), and a
+// warp that asks for K and V, page by page, into a ring of Stages tiles of 64 slots of either.
+// shared: 1 KB + 2 bytes x ((Rows + 64 Stages) Dh + 512): q, the ring, weights of Rows = 8.
+// Read twice: the KV of a request, once for each of its tiles, from L2.
+//
+// arch: 90a
+// sizes: Dh=64,128,256 Rows=8 Ratio=4 Stages=6 Act=bf16 | Dh=64,128,256 Rows=64 Ratio=4 Stages=6 Act=bf16
+// sizes: Dh=64,128,256 Rows=128 Ratio=6 Stages=4 Act=bf16
+#include "arrival.cuh"
+#include "attention_few.cuh"
+#include "attention_wide.cuh"
+
+constexpr int GROUPS = (Rows + 63) / 64, WARPS = 4 * GROUPS;                   // that multiply
+constexpr int THREADS = WARP * WARPS + (GROUPS == 1 ? WARP : 4 * WARP);        // and those that ask
+constexpr int PITCH = Dh + 8;                                                  // of results in shared memory
+
+// Registers of this thread from now on; all warps of a warpgroup together. Those that multiply twice need what the others
+// leave.
+template <int N>
+__device__ __forceinline__ void keep_registers() {
+#ifndef EMULATED
+  if (GROUPS == 1) return;
+  if (N < 100) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+  if (N > 100) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+#endif
+}
+
+// Neighbours among a lane's sums
+struct alignas(4 * Share<Rows>::NEIGHBOURS) Some {
+  float v[Share<Rows>::NEIGHBOURS];
+};
+
+__device__ __forceinline__ void put(float* to, const float* from) {
+  Some some;
+  memcpy(&some, from, sizeof some);
+  *reinterpret_cast<Some*>(to) = some;
+}
+
+// A place of the ring, and the parity of its turn.
+struct Turn {
+  int place = 0, parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++place == Stages) place = 0, parity ^= 1;
+  }
+};
+
+// Zeros in the rows of V that no query sees, since nothing or anything may be there. By all that multiply.
+__device__ __forceinline__ void clear_unseen(bf16* v, const Queries<Rows>& query, int key) {
+  const int row = threadIdx.x % 64;
+  if (query.any_sees(key + row)) return;
+#pragma unroll 1
+  for (int word = threadIdx.x / 64; word < Dh / 8; word += WARP * WARPS / 64) {
+    *reinterpret_cast<uint4*>(v + place_in_tile<64>(row, word * 8)) = uint4{0, 0, 0, 0};
+  }
+}
+
+// Of query j among a tile's: its head's place among those of q and out, and of gate.
+struct Place {
+  long long out, gate;
+
+  __device__ __forceinline__ Place(const QueryTile& tile, int j, int Hq, int Ldg) {
+    const int i = tile.first + j, row = tile.q_row + i / Ratio, head = int(blockIdx.y) * Ratio + i % Ratio;
+    out = ((long long)row * Hq + head) * Dh, gate = (long long)row * Ldg + head * Dh;
+  }
+};
+
+constexpr int EACH = 4;  // columns of a thread at the end
+
+// EACH neighbours, at any address
+__device__ __forceinline__ Pack<bf16, EACH> load_gate(const bf16* gate) {
+  Pack<bf16, EACH> by;
+  if (reinterpret_cast<unsigned long long>(gate) % 8) return load<EACH>(gate);
+  const uint2 word = *reinterpret_cast<const uint2*>(gate);
+  memcpy(&by, &word, 8);
+  return by;
+}
+
+// out = o / l sigmoid(gate)
+__device__ __forceinline__ void store_gated(bf16* out, const Pack<float, EACH>& o, float l, const Pack<bf16, EACH>& gate) {
+  const float scale = 1.0f / l;
+  unsigned y[EACH / 2];
+#pragma unroll
+  for (int i = 0; i < EACH; i += 2) {
+    const auto gated = [&](int e) { return __fdividef(o.v[e] * scale, 1.0f + __expf(-to_float(gate.v[e]))); };
+    y[i / 2] = pack_bf16(gated(i), gated(i + 1));
+  }
+  *reinterpret_cast<uint2*>(out) = uint2{y[0], y[1]};
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(
+    const Act* q,                                    // [Rq, Hq, Dh] aligned 16
+    const __grid_constant__ TensorMap<const Act> k,  // [Slots, Hkv * Dh] box [Box]
+    const __grid_constant__ TensorMap<const Act> v,  // [Slots, Hkv * Dh] box [Box]
+    const int* page_table,                           // [B, M]
+    const int* rows,                                 // [Rq] or null; rows of the forest, -1 for none
+    const int* request,                              // [R]
+    const unsigned* ancestors,                       // [R, 4]
+    const int* chain,                                // [B]
+    const int* start,                                // [B+1]
+    const int* committed,                            // [B]
+    float* part_o,                                   // [Parts, Hq, Dh] aligned 16
+    float* part_ml,                                  // [Parts, Hq, 2] aligned 16
+    const Act* gate,                                 // [Rq, Hq, Dh] strides [Ldg, Dh, 1]
+    int* arrived,                                    // [Counters] zeros
+    Act* out,                                        // [Rq, Hq, Dh] aligned 16
+    int Hq,
+    int Hkv,
+    int P,  // a power of two
+    int Box,
+    int B,
+    int M,
+    int Rq,
+    int Room,
+    int Splits,
+    int Ldg,
+    int Waiting,  // blocks that may wait for others at once
+    float scale)
+{
+  extern __shared__ uint4 arena[];
+  __shared__ Queries<Rows> query;
+  __shared__ Barrier full[Stages], empty[Stages], prepared;
+  __shared__ Share<Rows>::Shared shared;
+  bf16* q_tile = reinterpret_cast<bf16*>(((unsigned long long)arena + 1023) / 1024 * 1024);
+  bf16* ring = q_tile + Rows * Dh + Share<Rows>::EXTRA;
+  const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP, head = blockIdx.y;
+  query.clear();
+  if (threadIdx.x == WARP * WARPS) {
+#pragma unroll 1
+    for (int i = 0; i < Stages; i++) make_barrier(full[i], 1), make_barrier(empty[i], WARPS);
+    make_barrier(prepared, WARP * WARPS);
+    Share<Rows>::prepare(shared);
+    barriers_made();
+    prefetch_map(k), prefetch_map(v);
+  }
+  __syncthreads();
+
+  // The tile, long ones first, and which of its `workers` blocks this is.
+  const Trees forest = {rows, request, ancestors, chain, start, committed, B, Rq};
+  int worker = 0, workers = 1, tiles = 1;
+  const QueryTile tile = find_tile(forest, Rows, Ratio, Room, Splits, M * P, [&](int count) {
+    tiles = max(1, count), workers = max(1, int(gridDim.x) / tiles), worker = blockIdx.x / tiles;
+    return worker < workers ? tiles - 1 - int(blockIdx.x) % tiles : -1;
+  });
+  if (tile.request < 0) return after_previous();
+  if (tile.step == 1) workers = 1;
+  if (worker >= workers) return after_previous();
+
+  // Its run of splits: from the first that begins at or behind its share of the slots.
+  const auto run_begin = [&](int w) {
+    const int slot = int(unsigned(tile.end) * unsigned(w) / unsigned(workers));
+    return slot == 0 ? 0 : min(tile.end, split_begin(split_of(slot - 1) + 1));
+  };
+  const int begin = run_begin(worker), stop = run_begin(worker + 1);
+
+  if (warp >= WARPS) {
+    keep_registers<40>();
+    if (warp > WARPS) return;
+    // a lane asks for the same panel of the same box of every tile
+    const int box = lane / PANELS, panel = lane % PANELS, shift = __ffs(P) - 1;
+    const int* table = page_table + (long long)tile.request * M;
+    const auto place_of = [&](int key) {
+      const int slot = key + box * Box;
+      return box * Box < 64 && slot < stop ? (__ldcg(table + (slot >> shift)) << shift) + (slot & P - 1) : -1;
+    };
+    Turn turn;
+    int place = place_of(begin), next = place_of(begin + 64);
+    bool waited = false;
+#pragma unroll 1
+    for (int key = begin; key < stop; key += 64) {
+      // what was there before the pass began is asked for at once, as far as the ring goes
+      if (!waited && (key + 64 > tile.T || key - begin >= Stages / 2 * 64)) {
+        __syncthreads();
+        after_previous();
+        waited = true;
+      }
+#pragma unroll 1
+      for (int values = 0; values < 2; values++, turn.advance()) {
+        wait(empty[turn.place], turn.parity ^ 1);
+        const unsigned some = __ballot_sync(ALL_LANES, place >= 0);
+        if (lane == 0) arrive_expecting(full[turn.place], __popc(some) * Box * 128);
+        __syncwarp();
+        bf16* to = ring + turn.place * TILE + panel * PANEL + box * Box * 64;
+        if (place >= 0) load_tile(to, values ? v : k, full[turn.place], head * Dh + panel * 64, place);
+      }
+      place = next, next = place_of(key + 128);
+    }
+    if (!waited) __syncthreads();
+    return;
+  }
+
+  keep_registers<232>();
+  query.describe(forest, tile, Ratio, head, Hq);
+  __syncthreads();
+  after_previous();
+
+  // q, zero where there is no query
+  constexpr int LINES = Rows < 64 ? Rows : 64;
+#pragma unroll 1
+  for (int word = threadIdx.x; word < Rows * (Dh / 8); word += WARP * WARPS) {
+    const int j = word / (Dh / 8), col = word % (Dh / 8) * 8;
+    const bool used = query.place[j] >= 0;
+    bf16* to = q_tile + j / LINES * TILE + place_in_tile<LINES>(j % LINES, col);
+    cp_async16(to, q + (used ? Place(tile, j, Hq, Ldg).out + col : 0), used);
+  }
+  cp_async_commit();
+  cp_async_wait<0>();
+  fence_writes();
+  Meeting meet{prepared};
+  meet();
+
+  const int free = Rows == 8 ? tile.T : query.all_see(16 * warp), seen = query.all_seen();  // slots
+  const bool in_turn = tile.queries > TREE_ROWS * Ratio;
+  int edge = in_turn ? stop : worker == 0 ? SINGLE : split_begin(split_of(begin) + 1);  // where the part ends
+  Share<Rows> x(shared, q_tile);
+  bool stored = false;
+  float kept_m[2], kept_l[2];
+  Turn turn;
+  const auto arrived_tile = [&]() {
+    wait(full[turn.place], turn.parity);
+    return ring + turn.place * TILE;
+  };
+  const auto release = [&]() {
+    if (lane == 0) arrive(empty[turn.place]);
+    turn.advance();
+  };
+#pragma unroll 1
+  for (int key = begin; key < stop; key += 64) {
+    x.scores(q_tile, arrived_tile());
+    release();
+    if (key + 64 > free) x.mask(query, key);
+    x.weigh(scale * LOG2_E);
+    bf16* values = arrived_tile();
+    if (key + 64 > seen) {
+      clear_unseen(values, query, key);
+      fence_writes();
+      meet();
+    }
+    x.add(values);
+    release();
+
+    const bool last = key + 64 >= stop;
+    if (!last && key + 64 < edge) continue;
+    edge = split_begin(split_of(key + 64) + 1);
+    if (stored) {  // joins the part that lies in memory
+      float2 factor[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        factor[i] = join_factors(kept_m[i], x.m[i]);
+        x.m[i] = kept_m[i], x.l[i] = joined(kept_l[i], x.l[i], factor[i]);
+      }
+      x.each([&](int i, int j, int col, float* o) {
+        if (query.place[j] < 0) return;
+        const Some before = *reinterpret_cast<const Some*>(part_o + (long long)query.place[j] * Dh + col);
+#pragma unroll
+        for (int n = 0; n < Share<Rows>::NEIGHBOURS; n++) o[n] = joined(before.v[n], o[n], factor[i]);
+      });
+    }
+    if (workers == 1 && last) break;
+    const int skip = workers > 1 ? split_of(key) * Hq : 0;
+    x.each([&](int, int j, int col, const float* o) {
+      if (query.place[j] < 0) return;
+      put(part_o + (long long)(query.place[j] + skip) * Dh + col, o);
+    });
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int place = query.place[x.query(i)];
+      if (workers > 1 && x.tells() && place >= 0) {
+        reinterpret_cast<float2*>(part_ml)[place + skip] = float2{x.m[i], x.l[i]};
+      }
+      kept_m[i] = x.m[i], kept_l[i] = x.l[i];
+    }
+    stored = workers == 1;
+    x.clear();
+  }
+
+  // The end: a thread takes EACH columns of a query, from shared memory or, by the last blocks together, from the parts.
+  float *room = reinterpret_cast<float*>(q_tile), *sums = room + Rows * PITCH;
+  const int words = min(Rows, tile.queries - tile.first) * (Dh / EACH);
+  int rank = 0, ranks = 1;
+  if (workers == 1) {
+    meet();
+    x.each([&](int, int j, int col, const float* o) { put(room + j * PITCH + col, o); });
+    if (x.tells()) sums[x.query(0)] = x.l[0], sums[x.query(1)] = x.l[1];
+    meet();
+  } else {
+    ranks = min(min(workers, (words + WARP * WARPS - 1) / (WARP * WARPS)), max(1, Waiting / (tiles * Hkv)));
+    rank = arrives_among_last(arrived + blockIdx.x % tiles * Hkv + head, workers, ranks);
+    if (rank < 0) return;
+  }
+  const int first = split_of(min(run_begin(1), SINGLE) - 1), count = split_of(tile.end - 1) + 1 - first;
+#pragma unroll(Rows == 8 ? 1 : 2)
+  for (int word = rank * (WARP * WARPS) + threadIdx.x; word < words; word += ranks * (WARP * WARPS)) {
+    const int j = word / (Dh / EACH), col = word % (Dh / EACH) * EACH;
+    if (query.place[j] < 0) continue;
+    const Place at(tile, j, Hq, Ldg);
+    const auto by = load_gate(gate + at.gate + col);
+    Pack<float, EACH> o = {};
+    float l = 0.0f;
+    if (workers == 1) {
+      o = load<EACH>(room + j * PITCH + col), l = sums[j];
+    } else {
+      const long long place = query.place[j] + (long long)first * Hq;
+      const float* from = part_o + place * Dh + col;
+      const float2* own = reinterpret_cast<const float2*>(part_ml) + place;
+      float m = -inf();
+#pragma unroll 8
+      for (int p = 0; p < count; p++, from += (long long)Hq * Dh, own += Hq) {
+        const auto part = load<EACH>(from);
+        const float2 ml = *own, factor = join_factors(m, ml.x);
+        l = joined(l, ml.y, factor);
+#pragma unroll
+        for (int i = 0; i < EACH; i++) o.v[i] = joined(o.v[i], part.v[i], factor);
+      }
+    }
+    store_gated(out + at.out + col, o, l, by);
+  }
+}
