@@ -25,13 +25,6 @@ __device__ __forceinline__ int place_in_tile(int row, int col) {
   return col / 64 * (Lines * 64) + row * 64 + (col / 8 % 8 ^ row % 8) * 8;
 }
 
-// What this thread wrote into shared memory can be read by products, and overwritten by copies, after the next barrier.
-__device__ __forceinline__ void fence_writes() {
-#ifndef EMULATED
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-
 // A barrier of the threads that multiply, and the parity of its turn.
 struct Meeting {
   Barrier& barrier;

@@ -11,6 +11,13 @@
 
 #include "mma.cuh"
 
+// What this thread wrote into shared memory can be read by products, and overwritten by copies, after the next barrier.
+__device__ __forceinline__ void fence_writes() {
+#ifndef EMULATED
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 #ifdef EMULATED
 #include "emulated_wgmma.h"
 #else
