@@ -27,7 +27,9 @@ __device__ __forceinline__ float nan() { return __int_as_float(0x7fc00000); }
 // nothing to do with them: it has moved such reads across the call. So only weights are `__restrict__`
 // (tests/test_waiting.py).
 __device__ __forceinline__ void after_previous() {
-#if !defined(EMULATED) && __CUDA_ARCH__ >= 900
+#ifdef EMULATED
+  emulated::previous_done();
+#elif __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");  // the next one may come and wait here as well
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -37,7 +39,9 @@ __device__ __forceinline__ void after_previous() {
 // after_previous(), what was written before it: the forest, slots, windows, states, rings and their lengths. None of them
 // is launched before the wait here is over. At least one block of every kernel has to wait.
 __device__ __forceinline__ void after_all_previous() {
-#if !defined(EMULATED) && __CUDA_ARCH__ >= 900
+#ifdef EMULATED
+  emulated::previous_done();
+#elif __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif

@@ -12,8 +12,8 @@ A launch is checked by the lines that check a real one. Blocks run one after ano
 as it gets, in the given order. Found are wrong results, deadlocks, misaligned and wild accesses, indices outside arrays
 of fixed size, writes beyond an array (guard zones) or beyond dynamic shared memory, reads of what was never written
 (device.empty, shared memory, and until their wait the targets of cp_async16, load_tile and wgmma hold 0xff bytes: NaN,
--1), and races that another order of threads shows. Not found is what depends on timing, on warps in lockstep, on
-registers and occupancy.
+-1), reads of what an earlier launch writes before the wait for it (after_previous), and races that another order of
+threads shows. Not found is what depends on timing, on warps in lockstep, on registers and occupancy.
 Compiled kernels are kept in $BOLEINFER_CACHE or the temporary folder.
 """
 
@@ -29,6 +29,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ ORDERS = ("forward", "reverse", "random")
 _GUARD, _POISON = 4096, 0xFF  # bytes on both sides of an array
 _SHARED = 227 * 1024  # dynamic shared memory of a block on an H200
 _MEMORY = 141 << 30
+_LATE = 6  # launches that are not seen until a kernel waits for them
 _LOCK = threading.Lock()
 _FLAGS = (
     *("-std=c++17", "-O1", "-fPIC", "-w", "-DEMULATED"),
@@ -149,19 +151,30 @@ def emulated(order: str = "forward", seed: int = 0) -> Iterator[None]:
         mock.patch.object(kernels, "open_gpu", lambda: gpu),
         mock.patch.object(kernels, "usable", lambda: "90"),
         mock.patch.object(kernels, "_module", _Module),
-        mock.patch.object(kernels, "launch", functools.partial(_launch, kernels.launch)),
+        mock.patch.object(kernels, "launch", functools.partial(_launch, kernels.launch, gpu)),
     ):
         yield
 
 
-def _launch(launch: Any, *args: Any, **kwargs: Any) -> None:
+def _launch(
+    launch: Any, gpu: _Gpu, file: str, name: str, grid: Any, block: Any, args: dict[str, Any], *rest: Any, **more: Any
+) -> None:
     """kernels.launch, which takes a failure of the run for CUDA's: only what the emulator says is kept of it."""
+    source = kernels.kernel_file(file)
+    if name not in source.early:
+        gpu.written.clear()  # it starts when all are done
+    gpu.hide()
     try:
-        launch(*args, **kwargs)
+        launch(file, name, grid, block, args, *rest, **more)
     except KernelError as error:
         if isinstance(error.__cause__, KernelError):
             raise error.__cause__ from None
         raise
+    if "after_all_previous()" in source.text:
+        gpu.written.clear()  # those behind it start when all before it are done
+    outputs = [args[p.name] for p in source.kernels[name] if p.writes and args[p.name] is not None]
+    arrays = [array for out in outputs for array in (out if isinstance(out, (list, tuple)) else [out])]
+    gpu.written.append([array for array in arrays if array.size and array.flags.c_contiguous])
 
 
 class _Gpu:
@@ -170,6 +183,7 @@ class _Gpu:
     def __init__(self, order: int, seed: int) -> None:
         self.order, self.seed = order, seed
         self.given: list[EmulatedArray] = []  # arrays of the launch being checked
+        self.written: deque[list[EmulatedArray]] = deque(maxlen=_LATE)  # by launches that may still run
         self._counters = empty(device.COUNTERS, np.int32)
         device.fill(self._counters, 0)
 
@@ -177,6 +191,14 @@ class _Gpu:
         """As device.counters; found are kernels that leave anything but zeros."""
         assert needed <= device.COUNTERS and not self._counters.get().any()
         return self._counters
+
+    def hide(self) -> None:
+        """What launches wrote that may still run is not seen by the next one until it waits for them."""
+        arrays = {(a.ctypes.data, a.nbytes): a for made in self.written for a in made}
+        n = len(arrays)
+        at = (ctypes.c_void_p * max(n, 1))(*(start for start, _ in arrays))
+        sizes = (ctypes.c_ulong * max(n, 1))(*(nbytes for _, nbytes in arrays))
+        _runtime().emulated_written(n, at, sizes)
 
     def device(self) -> int:
         self.given = []

@@ -10,6 +10,7 @@ from boleinfer.device_draft import Drafts, candidates, grow, keep
 from boleinfer.device_sampling import SamplingTable
 from boleinfer.device_step import Chain, Part, Slots, Step, StepInputs, accept, follow, plant
 from boleinfer.forest import Forest, Tree
+from boleinfer.ops.embedding import embedding
 from boleinfer.sampling import BrokenLogits, Sampler, SamplingParams
 from boleinfer.sampling import accept as host_accept
 from boleinfer.scheduler import grow as grow_tree
@@ -81,6 +82,7 @@ class Scene:
         self.inputs.fill(self.parts)
         self.inputs.send()
         plant(self.inputs, self.slots, self.step)
+        embedding(device.upload(np.zeros(1, np.int32)), device.upload(np.ones((1, 8), np.float32)))  # begins a pass
         self.start = np.cumsum([0, *rows])
         self.forest = Forest.of(self.trees, self.state["length"][[p.slot for p in self.parts]])
         self.places = np.concatenate([s + np.arange(len(t)) for s, t in zip(self.start, self.trees)])

@@ -366,3 +366,52 @@ def test_number_types_round_as_ml_dtypes(tmp_path, name):
     expected = np.clip(x, -448, 448).astype(kind) if name == "fp8" else x.astype(kind)
     assert np.array_equal(y.get().view(f"u{kind.itemsize}"), expected.view(f"u{kind.itemsize}"))
     assert np.array_equal(w.get(), every.astype(np.float32), equal_nan=True)
+
+
+# ---- one launch after another ----------------------------------------------------------------------------------------
+
+LATE = {  # what a thread does, and whether it may, where y holds its number: z = 2 y
+    "after_previous();\n  z[t] = 2.0f * y[t];": True,
+    "const float early = y[t];\n  after_previous();\n  z[t] = 2.0f * early;": False,
+    "if (t >= 32) after_previous();\n  z[t] = 2.0f * y[t];": False,
+    "if (t >= 32) after_previous();\n  __syncthreads();\n  z[t] = 2.0f * y[t];": True,
+    "z[t] = 2.0f * t;\n  after_previous();\n  if (y[t] != t) z[t] = 1.0f;": False,
+    "z[t] = 2.0f * y[t];\n  if (y == z) after_previous();": False,
+    "after_all_previous();\n  z[t] = 2.0f * y[t];": True,
+    "z[t] = 2.0f * y[t];": True,  # starts when all is done
+}
+
+
+@pytest.mark.parametrize("order", emulator.ORDERS)
+@pytest.mark.parametrize("body", LATE)
+def test_what_earlier_launches_wrote_is_seen_after_the_wait(tmp_path, body, order):
+    first, second = tmp_path / "first.cu", tmp_path / "second.cu"
+    given = "\n    const float* y,  // [N]\n    float* z)        // [N]\n{\n  const int t = threadIdx.x;\n  "
+    for path, does in ((first, "after_previous();\n  z[t] = y[t];"), (second, body)):
+        path.write_text(f'extern "C" __global__ void k({given}{does}\n}}\n')
+    numbers = np.arange(64, dtype=np.float32)
+    with emulated(order):
+        x, y, z = device.upload(numbers), device.empty(64, np.float32), device.empty(64, np.float32)
+        kernels.launch(first, "k", 1, 64, {"y": x, "z": z})  # z is written twice
+        kernels.launch(first, "k", 1, 64, {"y": x, "z": y})
+        kernels.launch(second, "k", 1, 64, {"y": y, "z": z})
+        assert np.array_equal(z.get(), 2 * numbers) == LATE[body]
+
+
+def test_behind_a_launch_that_all_wait_for_what_was_before_it_may_be_read_early(tmp_path):
+    body = "\n    const float* y,  // [N]\n    float* z)        // [N]\n{\n  const int t = threadIdx.x;\n  "
+    first, gate, second = (tmp_path / f"{name}.cu" for name in ("first", "gate", "second"))
+    first.write_text(f'extern "C" __global__ void k({body}after_previous();\n  z[t] = y[t];\n}}\n')
+    gate.write_text(f'extern "C" __global__ void k({body}after_all_previous();\n  z[t] = y[t];\n}}\n')
+    second.write_text(
+        f'extern "C" __global__ void k({body}const float x = y[t];\n  after_previous();\n  z[t] = x;\n}}\n'
+    )
+    numbers = np.arange(32, dtype=np.float32)
+    with emulated():
+        x, a, b, c, d = device.upload(numbers), *(device.empty(32, np.float32) for _ in range(4))
+        kernels.launch(first, "k", 1, 32, {"y": x, "z": a})
+        kernels.launch(gate, "k", 1, 32, {"y": a, "z": b})
+        kernels.launch(second, "k", 1, 32, {"y": a, "z": c})
+        kernels.launch(second, "k", 1, 32, {"y": b, "z": d})
+    assert np.array_equal(c.get(), numbers)
+    assert np.isnan(d.get()).all()

@@ -81,6 +81,7 @@ void wgmma_end(Site site);
 void wgmma_wait(int still, Site site);
 void wgmma(float* d, int numbers, const char* a, const char* b, int step, Site site);
 void wgmma_e4m3(float* d, int numbers, const char* a, const char* b, int step, Site site);
+void previous_done();
 [[noreturn]] void fail(const char* what, Site site);
 
 template <class T>

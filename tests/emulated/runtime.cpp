@@ -1,7 +1,8 @@
 // What the kernels of emulated.h call, and the launch. threads.h has the fibers.
 //
-// A fiber runs until it has to wait. Warps are taken in turn, each as far as it gets; where none gets further and all
-// living threads of the block wait at a block barrier, that opens; anything else is a deadlock, which is reported.
+// A fiber runs until it has to wait. Warps are taken in turn, each as far as it gets. Where none gets further, those that
+// wait for earlier launches go on; where there are none and all living threads of the block wait at a block barrier, that
+// opens; anything else is a deadlock, which is reported.
 #include "cuda_fp8.h"
 #include "threads.h"
 
@@ -361,6 +362,12 @@ void wgmma_e4m3(float* d, int numbers, const char* a, const char* b, int step, S
   queue_product({d, numbers, 0, step, a, b, true}, site);
 }
 
+void previous_done() {
+  if (!hidden) return;
+  threads[current].state = IN_WAIT;
+  leave();
+}
+
 void fail(const char* what, Site site) { stop_thread(std::string(what) + " at " + at(site)); }
 
 }  // namespace emulated
@@ -389,6 +396,12 @@ extern "C" [[noreturn]] void __ubsan_handle_out_of_bounds_abort(Location* data, 
 }
 
 // ---- a launch -------------------------------------------------------------------------------------------------------
+
+// The ranges that the next launch hides.
+extern "C" void emulated_written(int n, char** at, const unsigned long* sizes) {
+  emulated::written.clear();
+  for (int i = 0; i < n; i++) emulated::written.push_back({at[i], std::string(sizes[i], 0)});
+}
 
 // Returns what went wrong, or null. order: 0 forward, 1 reverse, 2 random.
 extern "C" const char* emulated_launch(void (*function)(void**), void** args, const unsigned* grid,
@@ -428,12 +441,15 @@ extern "C" const char* emulated_launch(void (*function)(void**), void** args, co
       for (unsigned y = 0; y < grid[1]; y++) {
         for (unsigned x = 0; x < grid[0]; x++) {
           block_index = {x, y, z};
+          hide();
           run_block();
+          show();
         }
       }
     }
   } else {
     result = message;
+    show();
   }
   for (int i = 0; i < 3; i++) sigaction(signals[i], &old[i], nullptr);
   sigaltstack(&old_stack, nullptr);

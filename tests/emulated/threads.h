@@ -67,7 +67,7 @@ struct Accumulators {  // what d is while it must not be touched
   std::vector<float> values;
 };
 
-enum State { READY, IN_WARP, IN_BLOCK, IN_PHASE, ENDED };
+enum State { READY, IN_WARP, IN_BLOCK, IN_PHASE, IN_WAIT, ENDED };
 
 struct Thread {
 #ifdef __x86_64__
@@ -103,6 +103,31 @@ unsigned dynamic_bytes;
 sigjmp_buf failed;
 char message[4096];
 unsigned long long random_state;
+
+// ---- what earlier launches wrote ------------------------------------------------------------------------------------
+
+struct Range {
+  char* at;
+  std::string bytes;  // while they are hidden
+};
+
+std::vector<Range> written;
+bool hidden;
+
+// Before it waits for them, a block finds 0xff bytes where earlier launches wrote, and what it writes there is lost.
+void hide() {
+  for (Range& range : written) {
+    range.bytes.assign(range.at, range.bytes.size());
+    memset(range.at, 0xff, range.bytes.size());
+  }
+  hidden = true;
+}
+
+void show() {
+  if (!hidden) return;
+  for (size_t i = written.size(); i-- > 0;) memcpy(written[i].at, written[i].bytes.data(), written[i].bytes.size());
+  hidden = false;
+}
 
 // ---- fibers ---------------------------------------------------------------------------------------------------------
 
@@ -310,6 +335,13 @@ void run_block() {
     arrange(warps, n);
     for (int w = 0; w < n; w++) progress |= run_warp(32 * warps[w]);
     if (progress) continue;
+    for (int t = 0; t < count; t++) {
+      if (threads[t].state == IN_WAIT) threads[t].state = READY, progress = true;
+    }
+    if (progress) {
+      show();
+      continue;
+    }
     int ended = 0, waiting = 0;
     for (int t = 0; t < count; t++) {
       ended += threads[t].state == ENDED;
