@@ -32,6 +32,7 @@ PRIOR_LOOKUP = 0.05  # part of the requests for which something is found without
 AHEAD = 1.03  # how much faster plain decoding is taken to be than it looks: the host does its part meanwhile
 SURER = 1.03  # how much faster another way to draft must look
 EARLY, SETTLING = 16, 2  # steps that are all followed by a comparison of the ways, and of how many later ones one is
+RESTING, LOOKED_AT = 16, 4  # the same of plain steps, which say nothing of other ways; of how many one is taken in
 STAY = 4  # comparisons before a way to draft that was chosen is left, except for one that was tried
 TRIED = 3  # steps of a try that count
 PACE_STEPS, SAME_PACE, OUTLIER = 8, 2.0, 4.0  # steps that the pace is of; that all ways share it; beyond which none is
@@ -150,6 +151,8 @@ class Budget:
 
     def share(self, trees: Sequence[Tree], way: int, context: float, most: int) -> list[Tree]:
         """The nodes to verify: as many of the likeliest of all trees as are worth their rows, `most` at most."""
+        if not any(map(len, trees)):
+            return list(trees)
         worth = self.worth(trees, way, context, most)
         return share(trees, most if worth is None else int(np.argmax(worth[0] / worth[1])))
 
@@ -199,7 +202,8 @@ class Budget:
         """Takes in a step."""
         if self.costs is None or len(self.ways) == 1 or news.batch >= self.costs.most:
             return
-        if news.way == news.drawn:  # else the step has the one way's guesses and the other's time
+        resting = not news.way and not self._best and self._steps >= EARLY and self._steps % LOOKED_AT
+        if news.way == news.drawn and not resting:  # else the step has the one way's guesses and the other's time
             self._record(news)
         if sum(news.depth):
             keep, happened = 1 - 1 / (2 * RECENT), (sum(news.accepted), sum(news.expected))
@@ -254,7 +258,7 @@ class Budget:
             self._settle(news, tried)
             return
         self._steps += 1
-        if self._steps < EARLY or self._steps % SETTLING == 0 or news.batch > 2:
+        if self._steps < EARLY or self._steps % (SETTLING if self._best else RESTING) == 0 or news.batch > 2:
             self._settle(news, None)
         for i, r in enumerate(self._records):
             if i and i != self._best and r.since >= r.due and self._is_cheapest(i, news):

@@ -84,7 +84,10 @@ def moe_ffn(x: Array, w: Weights, c: ModelConfig) -> Array:
 
 
 def _features_from(w: Array | Fp8, first: int) -> Array | Fp8:
-    """The part of a matrix [Dout, Din] that makes the features from `first` on; FP8 ones from a block's first."""
+    """The part of a matrix that makes the features from `first` on; FP8 ones, and panels, from the first of a block."""
+    if not isinstance(w, Fp8) and w.ndim == 3:
+        assert first % w.shape[1] == 0, f"a matrix in panels of {w.shape[1]} features; {first} is in the middle of one"
+        return w[first // w.shape[1] :]
     if not isinstance(w, Fp8):
         return w[first:]
     assert first % 128 == 0, f"an FP8 matrix is scaled in blocks of 128 features; {first} is in the middle of one"

@@ -80,6 +80,18 @@ def test_f13_the_mtp_layer_accepts_more_with_the_right_hidden_rows(llm, prompts)
     assert good > agreement(np.roll(hidden[:-1], 1, axis=0)) + 0.1 and good > agreement(-hidden[:-1]) + 0.3
 
 
+def test_keys_and_values_alone_are_those_of_a_whole_pass_of_the_mtp_layer(llm, prompts):
+    run, ids = Run(llm.model), np.asarray(llm.tokenizer.encode(prompts[0])[:20], np.int32)
+    hidden = np.random.default_rng(0).standard_normal((20, llm.config.hidden_size)).astype(np.float32)
+    batch = run.state.batch(Forest.of([Tree.chain(ids)], [0]), [run.place])
+    pages, found = batch.page_table[0, : -(-20 // run.state.mtp.k.shape[1])], []
+    for fill in (llm.model.mtp, llm.model.mtp_memory):
+        fill(ids, hidden, batch.forest.position, batch, run.state)
+        found.append((run.state.mtp.k[pages].copy(), run.state.mtp.v[pages].copy()))
+        run.state.mtp.k[...] = run.state.mtp.v[...] = np.nan
+    assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(*found)) and np.isfinite(found[0][0]).any()
+
+
 def test_it_writes_python(llm):
     text = llm.generate("def fibonacci(n):", replace(llm.default_params, seed=3, max_tokens=200))[0]
     assert text.stats.accepted > 0

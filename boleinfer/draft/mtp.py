@@ -19,7 +19,8 @@ from boleinfer.forest import Forest, Tree
 from boleinfer.request import Request
 from boleinfer.state import State
 
-WAITING_ROWS = 64  # rows of an answer that may wait for the next proposal; a prompt's do not
+WAITING_STEPS = 64  # whose rows may wait for the next proposal; a prompt's do not
+FEW_ROWS = 8  # that one pass takes in and drafts from: little dearer than a row
 
 
 class MTPDrafter:
@@ -37,13 +38,18 @@ class MTPDrafter:
     def observe(self, news: Sequence[Committed]) -> None:
         for n in news:
             self._waiting.setdefault(n.request, []).append(n)
-        self._catch_up([n.request for n in news if n.start < n.request.prompt_length or self._many_wait(n.request)])
+        for n in news:
+            if n.start < n.request.prompt_length or len(self._waiting[n.request]) >= WAITING_STEPS:
+                self._remember(n.request)
 
     def forget(self, request: Request) -> None:
         self._waiting.pop(request, None)
         self._last.pop(request, None)
 
     def propose(self, requests: Sequence[Request], limits: Sequence[Limits]) -> list[Tree]:
+        for r in requests:
+            if sum(len(n.hidden) for n in self._waiting.get(r, ())) > FEW_ROWS:
+                self._remember(r)
         self._catch_up(requests)
         outputs = [{-1: self._last[r]} for r in requests]  # y by node; -1 is the row that drafts the roots
 
@@ -55,8 +61,16 @@ class MTPDrafter:
 
         return self._levels.grow(limits, look)
 
-    def _many_wait(self, request: Request) -> bool:
-        return sum(len(n.hidden) for n in self._waiting[request]) >= WAITING_ROWS
+    def _remember(self, request: Request) -> None:
+        """The layer's keys and values of all rows that wait but the last, from which the next draft begins."""
+        news = self._waiting[request]
+        start, hidden = news[0].start, np.concatenate([n.hidden for n in news])
+        if (n := len(hidden) - 1) < 1:
+            return
+        forest = Forest.of([Tree.chain(request.tokens[start + 1 : start + 1 + n])], [start])
+        batch = self._state.batch(forest, [request.home])
+        self._model.mtp_memory(forest.token, hidden[:-1], forest.position, batch, self._state)
+        self._waiting[request] = [Committed(request, start + n, hidden[-1:].copy())]
 
     def _catch_up(self, requests: Sequence[Request]) -> None:
         """Runs the layer over the waiting positions with the target's hidden rows: its KV is true to the text again."""
