@@ -80,6 +80,9 @@ class Model:
         self.passes.append({"token": token.tolist(), "ancestors": masks[rows].tolist(), **kept})
         return self.next(hidden, token)
 
+    def mtp_memory(self, token, hidden, position, forest, state) -> None:
+        """Nothing: what this layer gives depends on no earlier row."""
+
     def logits(self, y: np.ndarray) -> np.ndarray:
         scale = 0 if self.flat else 3
         rows = [scale * np.random.default_rng(int(v)).standard_normal(VOCAB) for v in y[:, 0]]
