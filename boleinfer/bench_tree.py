@@ -18,6 +18,7 @@ from boleinfer.forest import Forest, Tree
 from boleinfer.gdn_core import gdn_core
 from boleinfer.ops import relative_error
 from boleinfer.ops.attention import tree_attention
+from boleinfer.ops.embedding import embedding
 from boleinfer.ops.gdn import gdn
 from boleinfer.provenance import gpu_provenance
 from boleinfer.random_weights import normal
@@ -67,7 +68,7 @@ class Case(NamedTuple):
     def asked(self) -> Arrays:
         """As bench_peers takes it."""
         sizes = {"Hk": HK, "Hv": self.Hv, "width": WIDTH, "ring": self.ring, "filled": self.filled}
-        return {"op": self.op, **sizes, "parents": [tree.parent.tolist() for tree in self.trees]}
+        return {"op": self.kernel.op, **sizes, "parents": [tree.parent.tolist() for tree in self.trees]}
 
 
 def bench_tree(args: argparse.Namespace) -> int:
@@ -103,7 +104,7 @@ def add_peers(folder: str, cases: Sequence[Case], rows: Sequence[Arrays]) -> Non
 
     rows: first those of the cases, in their order"""
     device.memory()  # theirs need it
-    kernels = {case.kernel: case.asked() for case in cases if case.op == case.kernel.op}
+    kernels = {case.kernel: case.asked() for case in cases}
     bench_peers.compiled(folder, list(kernels.values()))
     found = dict(zip(kernels, bench_peers.measured(folder, list(kernels.values()))))
     for case, row in zip(cases, rows):
@@ -124,13 +125,13 @@ def timed(sizes: Arrays, calls: Sequence[Callable[[], object]], nbytes: int, rea
 
 
 def gdn_cases(value_heads: tuple[int, ...], requests: tuple[int, ...]) -> Iterator[Case]:
-    """Random trees and chains for the kernel alone, then trees for all that a layer does between its products."""
+    """Random trees and chains for the kernel alone, then plain decoding and trees as a layer has them."""
     for Hv, B in itertools.product(value_heads, requests):
         rng = np.random.default_rng(B)
         trees = {n: [random_tree(n, rng) for _ in range(B)] for n in TREES}
         yield from (Case("tree", Hv, trees[n]) for n in TREES)
         yield from (Case("chain", Hv, [Tree.chain([0] * n)] * B) for n in CHAINS)
-        yield Case("token", Hv, trees[1])
+        yield Case("token with front and back", Hv, trees[1])
         yield from (Case("tree with front and back", Hv, trees[n]) for n in TREES)
 
 
@@ -163,6 +164,7 @@ def gdn_row(case: Case, read_gb_s: float) -> Arrays:
     for i in range(n):
         slot = device.upload(np.arange(i * B, (i + 1) * B, dtype=np.int32))
         calls.append(functools.partial(op, **rows[i], **fixed, **held, slot=slot, forest=forest))
+    embedding(device.upload(np.zeros(1, np.int32)), device.upload(np.ones((1, 8), np.float32)))  # begins a pass
     found = calls[0]()
     written = sum(out.nbytes for out in found)
     nbytes = size(rows[0], case) + size(fixed, case) + size(held, case) // n + written
