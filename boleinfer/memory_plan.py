@@ -24,7 +24,7 @@ FLOAT, INT = 4, 4  # bytes
 RESERVE = 512 << 20  # CUDA's own: compiled kernels, graphs, a library's workspace
 PAGE = 2 << 20  # what the driver hands out at a time
 SHORTEST, FEWEST_ROWS = 512, 256  # to which defaults shrink so that a model fits
-_SIDE_ROWS = 256  # rows whose splits tree_attention works on side by side, at most
+_SIDE_ROWS = 512  # rows whose splits tree_attention works on side by side, at most
 
 
 @dataclass(frozen=True)

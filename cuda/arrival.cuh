@@ -3,16 +3,25 @@
 
 #include "common.cuh"
 
+// What was written before can be seen by whoever then sees a later write, on the whole device.
+__device__ __forceinline__ void fence_device() {
+#ifdef EMULATED
+  __threadfence();
+#else
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#endif
+}
+
 // Whether this block is the last of `blocks` that call it with this counter; what the others wrote before can then be
 // read. The counter is 0 before and after. All threads together; they get the same.
 __device__ __forceinline__ bool arrives_last(int* counter, int blocks) {
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence();
+    fence_device();
     last = atomicAdd(counter, 1) == blocks - 1;
     if (last) *counter = 0;
-    __threadfence();
+    fence_device();
   }
   __syncthreads();
   return last;
@@ -25,14 +34,14 @@ __device__ __forceinline__ int arrives_among_last(int* counter, int blocks, int 
   __shared__ int rank;
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence();
+    fence_device();
     const int before = atomicAdd(counter, 1);
     rank = before - (blocks - ranks);
     if (rank >= 0) {
       while (before < blocks - 1 && *static_cast<volatile int*>(counter) < blocks) {}
       atomicInc(reinterpret_cast<unsigned*>(counter), unsigned(blocks + ranks - 1));  // the last one clears it
     }
-    __threadfence();
+    fence_device();
   }
   __syncthreads();
   return rank;

@@ -89,25 +89,34 @@ __device__ __forceinline__ void place_parts(QueryTile& tile, int N, int before, 
 }
 
 // Of the tiles of `Rows` queries, those of the earliest request or entry of `rows` first, the one whose number choose(how
-// many there are) gives. Each warp finds it for itself, from what was there before the pass began.
-template <class Choose>
+// many there are) gives. Each warp finds it for itself, from what was there before the pass began. Where Class is not 0,
+// rows of a tile lie between the same multiples of Class slots, and a tile ends at its last row's slot.
+template <int Class = 0, class Choose>
 __device__ __forceinline__ QueryTile find_tile(
     const Trees& f, int Rows, int Ratio, int Room, int Splits, int Slots, Choose choose) {
+  struct Entry {
+    int N, T, chain, start;  // N: rows that attend together; the others without `rows` only
+  };
   const int lane = threadIdx.x % WARP, count = f.rows == nullptr ? f.B : f.Rq, each = (count + WARP - 1) / WARP;
   const int lo = min(count, lane * each), hi = min(count, lo + each);
-  const auto rows_of = [&](int i) {  // that attend together
-    if (f.rows == nullptr) return __ldcg(f.start + i + 1) - __ldcg(f.start + i);
+  const auto read = [&](int i) {
+    if (f.rows == nullptr) {
+      const int start = __ldcg(f.start + i);
+      return Entry{__ldcg(f.start + i + 1) - start, __ldcg(f.committed + i), __ldcg(f.chain + i), start};
+    }
     const int row = __ldcg(f.rows + i);
-    return row >= 0 && __ldcg(f.request + row) >= 0 ? 1 : 0;
+    return Entry{row >= 0 && __ldcg(f.request + row) >= 0 ? 1 : 0};
   };
-  const auto tiles_of = [&](int N) { return (N * Ratio + Rows - 1) / Rows; };
-  const auto room_of = [&](int N) { return N <= TREE_ROWS ? N : 0; };  // rows that may have room for many parts
-  int tiles = 0, rows = 0, T = 0, chain = 0;
-  if (f.rows == nullptr && lo < hi) T = __ldcg(f.committed + lo), chain = __ldcg(f.chain + lo);  // with what follows
+  const auto cut_of = [&](Entry e) { return Class && e.N <= TREE_ROWS ? min(e.N, Class - e.T % max(Class, 1)) : e.N; };
+  const auto in_tiles = [&](int N) { return (N * Ratio + Rows - 1) / Rows; };
+  const auto tiles_of = [&](Entry e) { return in_tiles(cut_of(e)) + in_tiles(e.N - cut_of(e)); };
+  const auto room_of = [&](Entry e) { return e.N <= TREE_ROWS ? e.N : 0; };  // rows that may have room for many parts
+  int tiles = 0, rows = 0;
+  Entry own = {};
 #pragma unroll 1
   for (int i = lo; i < hi; i++) {
-    const int N = rows_of(i);
-    tiles += tiles_of(N), rows += room_of(N);
+    own = read(i);
+    tiles += tiles_of(own), rows += room_of(own);
   }
   int tiles_upto = tiles, rows_upto = rows;
 #pragma unroll 1
@@ -119,18 +128,29 @@ __device__ __forceinline__ QueryTile find_tile(
   const unsigned owner = __ballot_sync(ALL_LANES, tiles_upto - tiles <= index && index < tiles_upto);
   if (owner == 0) return {-1};
   const int from = __ffs(owner) - 1;
-  int i = from * each, N = rows_of(i);
-  tiles = __shfl_sync(ALL_LANES, tiles_upto - tiles, from), rows = __shfl_sync(ALL_LANES, rows_upto - rows, from);
-  T = __shfl_sync(ALL_LANES, T, from), chain = __shfl_sync(ALL_LANES, chain, from);
+  const auto of_owner = [&](int x) { return __shfl_sync(ALL_LANES, x, from); };
+  tiles = of_owner(tiles_upto - tiles), rows = of_owner(rows_upto - rows);
+  own = {of_owner(own.N), of_owner(own.T), of_owner(own.chain), of_owner(own.start)};
+  int i = from * each;
+  if (each > 1) {
+    own = read(i);
 #pragma unroll 1
-  for (; index >= tiles + tiles_of(N); N = rows_of(++i)) tiles += tiles_of(N), rows += room_of(N);
+    for (; index >= tiles + tiles_of(own); own = read(++i)) tiles += tiles_of(own), rows += room_of(own);
+  }
 
-  const int row = __ldcg(f.rows == nullptr ? f.start + i : f.rows + i);
-  const int b = f.rows == nullptr ? i : __ldcg(f.request + row), start = __ldcg(f.start + b);
-  if (f.rows != nullptr || i != from * each) T = __ldcg(f.committed + b), chain = __ldcg(f.chain + b);
+  int b = i, row = own.start;
+  if (f.rows != nullptr) {
+    row = __ldcg(f.rows + i), b = __ldcg(f.request + row);
+    own = {1, __ldcg(f.committed + b), __ldcg(f.chain + b), __ldcg(f.start + b)};
+  }
+  const int N = own.N, T = own.T, start = own.start, chain = own.chain;
   QueryTile tile = {b, f.rows == nullptr ? row : i, row, (index - tiles) * Rows, N * Ratio, start, T, chain};
   place_parts(tile, N, rows, Room, Splits);
-  const int nodes = chain && tile.step == 1 ? min(N, (tile.first + Rows - 1) / Ratio + 1) : N;
+  const int cut = cut_of(own), behind = index - tiles - in_tiles(cut);
+  if (behind < 0) tile.queries = cut * Ratio;
+  if (behind >= 0) tile.first = cut * Ratio + behind * Rows;
+  const bool short_end = Class ? true : chain && tile.step == 1;
+  const int nodes = short_end ? min(tile.queries / Ratio, (tile.first + Rows - 1) / Ratio + 1) : N;
   tile.end = min(T + (f.rows == nullptr ? nodes : row - start + 1), Slots);
   return tile;
 }
@@ -153,9 +173,9 @@ struct Queries {
     if (threadIdx.x == 0) last = -1;
   }
 
-  // Of the query heads of a KV head. All threads together, at least Rows of them. The caller's next barrier makes it
-  // readable.
-  __device__ void describe(const Trees& f, const QueryTile& tile, int Ratio, int kv_head, int Hq) {
+  // Of the query heads of a KV head; parts of neighbouring heads are `Apart` parts apart. All threads together, at least
+  // Rows of them. The caller's next barrier makes it readable.
+  __device__ void describe(const Trees& f, const QueryTile& tile, int Ratio, int kv_head, int Hq, int Apart = 1) {
     const int j = threadIdx.x, i = tile.first + j, row = tile.row + i / Ratio;
     if (j == 0) T = tile.T, chain = tile.chain;
     if (j >= Rows) return;
@@ -168,7 +188,7 @@ struct Queries {
     }
     const bool used = b == tile.request;
     const int head = kv_head * Ratio + i % Ratio;
-    place[j] = used ? (tile.part + i / Ratio * tile.step) * Hq + head : -1;
+    place[j] = used ? (tile.part + i / Ratio * tile.step) * Hq + head * Apart : -1;
     node[j] = used ? row - tile.start : -1;
     if (used) atomicMax(&last, node[j]);
 #pragma unroll

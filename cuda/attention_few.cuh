@@ -3,12 +3,11 @@
 
 #include "attention_tile.cuh"
 
-// o^T (+)= v^T p^T of a panel's 64 columns and 16 slots, from zero at step 0; p: 8 queries by 64 slots.
+// o^T += v^T p^T of a panel's 64 columns and 16 slots; p: 8 queries by 64 slots.
 #ifdef EMULATED
 inline void multiply_columns(float (&d)[4], const bf16* v, const bf16* p, int step) {
   const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
   unsigned a[4], b[2];
-  if (step == 0) memset(d, 0, sizeof d);
   const int slot = 16 * step + lane / 16 * 8 + lane % 8, col = threadIdx.x / WARP * 16 + lane / 8 % 2 * 8;
   ldmatrix_x4_trans(a, v + place_in_tile<64>(slot, col));
   for (int i = 0; i < 2; i++) memcpy(b + i, p + place_in_tile<8>(g, 16 * step + 8 * i) + 2 * t, 4);
@@ -17,13 +16,9 @@ inline void multiply_columns(float (&d)[4], const bf16* v, const bf16* p, int st
 #else
 __device__ __forceinline__ void multiply_columns(float (&d)[4], const bf16* v, const bf16* p, int step) {
   asm volatile(
-      "{\n"
-      ".reg .pred more;\n"
-      "setp.ne.b32 more, %6, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, more, 1, 1, 1, 0;\n"
-      "}"
+      "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 1, 0;"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "l"(Tile(v).bits + 128 * step), "l"(Tile(p).bits + 2 * step), "r"(step));
+      : "l"(Tile(v).bits + 128 * step), "l"(Tile(p).bits + 2 * step));
 }
 #endif
 
@@ -50,9 +45,9 @@ struct Share<8> {
     m[0] = m[1] = -inf(), l[0] = l[1] = 0.0f;
   }
 
-  float s[4];
+  float s[4], factor[2], part_l[2];
 
-  __device__ __forceinline__ void scores(const bf16* q, const bf16* k) {
+  __device__ __forceinline__ void begin_scores(const bf16* q, const bf16* k) {
 #pragma unroll
     for (int i = 0; i < 4; i++) s[i] = 0.0f;
     wgmma_begin();
@@ -62,7 +57,6 @@ struct Share<8> {
       for (int step = 0; step < 4; step++) wgmma(s, Tile(k + panel * PANEL), Tile(q + panel * (8 * 64)), step);
     }
     wgmma_end();
-    wgmma_wait<0>();
   }
 
   // -inf where a query does not see the slot
@@ -76,9 +70,7 @@ struct Share<8> {
     }
   }
 
-  // The weights, to shared memory; their maxima and sums
-  float part_m[2], part_l[2];
-
+  // The weights, to shared memory, their sums and the new maxima
   __device__ __forceinline__ void weigh(float c) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
     float top[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
@@ -93,8 +85,8 @@ struct Share<8> {
     for (int e = 0; e < 2; e++) {
       const float most = fmaxf(fmaxf(shared.top[0][2 * t + e], shared.top[1][2 * t + e]),
                                fmaxf(shared.top[2][2 * t + e], shared.top[3][2 * t + e]));
-      part_m[e] = __fmul_rn(most, c);
-      const float base = part_m[e] == -inf() ? 0.0f : part_m[e];
+      factor[e] = rise(m[e], __fmul_rn(most, c));
+      const float base = m[e] == -inf() ? 0.0f : m[e];
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         const int slot = warp * 16 + 8 * h;
@@ -115,24 +107,41 @@ struct Share<8> {
     for (int e = 0; e < 2; e++) part_l[e] = __shfl_sync(ALL_LANES, sum[0], (2 * t + e) * 4);
   }
 
-  // Joins p v.
-  __device__ __forceinline__ void add(const bf16* v) {
-    float part[PANELS][4];
+  // Scales what is there to the new maxima.
+  __device__ __forceinline__ void settle() {
+#pragma unroll
+    for (int i = 0; i < 4 * PANELS; i++) o[i / 4][i % 4] = __fmul_rn(o[i / 4][i % 4], factor[i % 2]);
+#pragma unroll
+    for (int e = 0; e < 2; e++) l[e] = fmaf(l[e], factor[e], part_l[e]);
+  }
+
+  __device__ __forceinline__ void begin_add(const bf16* v) {
     wgmma_begin();
 #pragma unroll
     for (int step = 0; step < KS; step++)
 #pragma unroll
-      for (int panel = 0; panel < PANELS; panel++) multiply_columns(part[panel], v + panel * PANEL, p, step);
+      for (int panel = 0; panel < PANELS; panel++) multiply_columns(o[panel], v + panel * PANEL, p, step);
     wgmma_end();
-    float2 factor[2];
+  }
+
+  float all_o[PANELS][4], all_m[2], all_l[2];
+
+  // Joins the leaf to those before, which `memory` need not hold.
+  __device__ __forceinline__ void fold(const Queries<8>&, float* memory, bool first, bool last) {
+    if (!first) {
+      float2 by[2];
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
-      factor[e] = join_factors(m[e], part_m[e]);
-      l[e] = joined(l[e], part_l[e], factor[e]);
+      for (int e = 0; e < 2; e++) {
+        by[e] = join_factors(all_m[e], m[e]);
+        m[e] = all_m[e], l[e] = joined(all_l[e], l[e], by[e]);
+      }
+#pragma unroll
+      for (int i = 0; i < 4 * PANELS; i++) o[i / 4][i % 4] = joined(all_o[i / 4][i % 4], o[i / 4][i % 4], by[i % 2]);
     }
-    wgmma_wait<0>();
 #pragma unroll
-    for (int i = 0; i < 4 * PANELS; i++) o[i / 4][i % 4] = joined(o[i / 4][i % 4], part[i / 4][i % 4], factor[i % 2]);
+    for (int i = 0; i < 4 * PANELS; i++) all_o[i / 4][i % 4] = o[i / 4][i % 4];
+#pragma unroll
+    for (int e = 0; e < 2; e++) all_m[e] = m[e], all_l[e] = l[e];
   }
 
   // visit(i, query, column, first of NEIGHBOURS sums) for all that the lane owns, of its query i

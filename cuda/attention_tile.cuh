@@ -1,15 +1,22 @@
 // What attention by wgmma works on: tiles of 64 slots of K or V in shared memory, and what both ways to multiply share.
 //
-//   s = q k^T   m = max c s   p = 2^(c s - m) in bf16   (o, m, l) = (p v, m, p 1)   c = scale log2 e
+//   s = q k^T   m' = max(m, c s)   p = 2^(c s - m') in bf16   (o, l) = 2^(m - m') (o, l) + (p v, p 1)   c = scale log2 e
 //
-// The part of 64 slots is made from zero and then joined to the parts before (attention.cuh): whoever does it in whichever
-// company, by whichever of attention_few.cuh and attention_wide.cuh, the sums and their order are the same.
+// A leaf of the context is made so from zero, 64 slots at a time, and then joined to the leaves before (attention.cuh):
+// whoever does it in whichever company, by whichever of attention_few.cuh and attention_wide.cuh, the sums and their order
+// are the same. Leaves are cut at fixed slots; how long they are is a matter of the slot that a row has itself, so that no
+// row has more than LEAVES.
 // A tile lies in panels of 64 columns, rows of 128 swizzled bytes each, as load_tile leaves them.
 #pragma once
 
 #include "attention.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
+
+constexpr int LEAVES = 32, CLASS = LEAVES * SPLIT;  // slots of which the rows have leaves of one length
+
+// Slots of the leaves of a row that has this slot.
+__device__ __forceinline__ int leaf_of(int slot) { return SPLIT * (slot / CLASS + 1); }
 
 constexpr int PANEL = 64 * 64;  // numbers of 64 rows
 constexpr int PANELS = Dh / 64, TILE = PANELS * PANEL;
@@ -23,6 +30,13 @@ struct Share;
 template <int Lines>
 __device__ __forceinline__ int place_in_tile(int row, int col) {
   return col / 64 * (Lines * 64) + row * 64 + (col / 8 % 8 ^ row % 8) * 8;
+}
+
+// m becomes at least this; the factor of what was made for m before.
+__device__ __forceinline__ float rise(float& m, float other) {
+  const float before = m;
+  m = fmaxf(m, other);
+  return before == m ? 1.0f : power2(before - m);
 }
 
 // A barrier of the threads that multiply, and the parity of its turn.

@@ -8,34 +8,60 @@
 constexpr int NS = SPLIT / 8;  // 8-slot products of scores
 constexpr int NV = Dh / 8;     // 8-column products of values
 
-// d (+)= p v of 16 slots and the 64 columns of a panel; from zero at step 0.
+// d += p v of 16 slots and N / 2 columns from the panel v on
 #ifdef EMULATED
-inline void multiply_values(float (&d)[8][4], const unsigned (&p)[4], const bf16* v, int step) {
+template <int N>
+void multiply_values(float (&d)[N], const unsigned (&p)[4], const bf16* v, int step) {
   const int lane = threadIdx.x % WARP;
-  if (step == 0) memset(d, 0, sizeof d);
-  for (int n = 0; n < 8; n += 2) {
+  for (int n = 0; n < N / 4; n += 2) {
     unsigned b[4];
     ldmatrix_x4_trans(b, v + place_in_tile<64>(16 * step + lane % 16, 8 * n + lane / 16 * 8));
-    const unsigned low[2] = {b[0], b[1]}, high[2] = {b[2], b[3]};
-    mma_m16n8k16(d[n], p, low);
-    mma_m16n8k16(d[n + 1], p, high);
+    for (int i = 0; i < 2; i++) {
+      float(&at)[4] = reinterpret_cast<float(&)[4]>(d[4 * (n + i)]);
+      mma_m16n8k16(at, p, {b[2 * i], b[2 * i + 1]});
+    }
   }
 }
 #else
-__device__ __forceinline__ void multiply_values(float (&d)[8][4], const unsigned (&p)[4], const bf16* v, int step) {
-#define FOUR(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
-  asm volatile(
-      "{\n"
-      ".reg .pred more;\n"
-      "setp.ne.b32 more, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, "
-      "%25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, more, 1, 1, 1;\n"
-      "}"
-      : FOUR(0), FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5), FOUR(6), FOUR(7)
-      : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(Tile(v).bits + 128 * step), "r"(step));
+#define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
+#define SIXTY_FOUR(i) SIXTEEN(i), SIXTEEN(i + 16), SIXTEEN(i + 32), SIXTEEN(i + 48)
+#define D32                                                                                                           \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24" \
+  ", %25, %26, %27, %28, %29, %30, %31"
+#define D64                                                                                                           \
+  D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52"     \
+      ", %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define D128                                                                                                          \
+  D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84"     \
+      ", %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104"     \
+      ", %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121"        \
+      ", %122, %123, %124, %125, %126, %127"
+
+// N: columns; D: the numbers of d, then those of the next operands, then the operands that d is. From one panel of v to the
+// next are PANEL numbers.
+#define VALUES(N, D, P0, P1, P2, P3, V, ...)                                                                          \
+  __device__ __forceinline__ void multiply_values(float (&d)[N / 2], const unsigned (&p)[4], const bf16* v, int step) { \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" D "}, {%" #P0 ", %" #P1 ", %" #P2       \
+                 ", %" #P3 "}, %" #V ", 1, 1, 1, 1;"                                                                  \
+                 : __VA_ARGS__                                                                                        \
+                 : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]),                                                        \
+                   "l"(Tile(v).bits + ((PANEL * 2 / 16 - 1ull) << 16) + 128 * step));                                 \
+  }
+VALUES(64, D32, 32, 33, 34, 35, 36, SIXTEEN(0), SIXTEEN(16))
+VALUES(128, D64, 64, 65, 66, 67, 68, SIXTY_FOUR(0))
+VALUES(256, D128, 128, 129, 130, 131, 132, SIXTY_FOUR(0), SIXTY_FOUR(64))
 #undef FOUR
-}
+#undef SIXTEEN
+#undef SIXTY_FOUR
+#undef D32
+#undef D64
+#undef D128
+#undef VALUES
+#endif
+
+#ifndef ACROSS
+constexpr int ACROSS = Dh;  // columns that one product takes
 #endif
 
 // Queries g + 8 h of the warp's 16: of slots (of columns) 8 n + 2 t, + 1 in elements 2 h, + 1 of n.
@@ -55,9 +81,10 @@ struct Share {
     m[0] = m[1] = -inf(), l[0] = l[1] = 0.0f;
   }
 
-  float s[NS][4];
+  float s[NS][4], factor[2];
+  unsigned p[KS][4];
 
-  __device__ __forceinline__ void scores(const bf16* q, const bf16* k) {
+  __device__ __forceinline__ void begin_scores(const bf16* q, const bf16* k) {
     float(&d)[4 * NS] = reinterpret_cast<float(&)[4 * NS]>(s);
     q += threadIdx.x / 128 * TILE;
 #pragma unroll
@@ -69,7 +96,6 @@ struct Share {
       for (int step = 0; step < 4; step++) wgmma(d, Tile(q + panel * PANEL), Tile(k + panel * PANEL), step);
     }
     wgmma_end();
-    wgmma_wait<0>();
   }
 
   // -inf where a query does not see the slot
@@ -87,12 +113,8 @@ struct Share {
     }
   }
 
-  // The weights, their maxima and sums
-  unsigned p[KS][4];
-  float part_m[2], part_l[2];
-
+  // The weights, in place of the scores, and the new maxima
   __device__ __forceinline__ void weigh(float c) {
-    float base[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       float top = -inf();
@@ -100,52 +122,68 @@ struct Share {
       for (int n = 0; n < NS; n++) top = fmaxf(top, fmaxf(s[n][2 * h], s[n][2 * h + 1]));
       top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 1));
       top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 2));
-      part_m[h] = __fmul_rn(top, c);
-      base[h] = part_m[h] == -inf() ? 0.0f : part_m[h];
+      factor[h] = rise(m[h], __fmul_rn(top, c));
+      const float base = m[h] == -inf() ? 0.0f : m[h];
+#pragma unroll
+      for (int n = 0; n < NS; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) s[n][2 * h + e] = power2(fmaf(s[n][2 * h + e], c, -base));
     }
-#pragma unroll
-    for (int n = 0; n < NS; n++)
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        p[n / 2][n % 2 * 2 + h] =
-            pack_bf16(power2(fmaf(s[n][2 * h], c, -base[h])), power2(fmaf(s[n][2 * h + 1], c, -base[h])));
-      }
-    float sum[4] = {};
-#pragma unroll
-    for (int i = 0; i < KS; i++) add_weights(sum, p[i]);
-    part_l[0] = sum[0], part_l[1] = sum[2];
   }
 
-  // Joins p v, 64 columns at a time while the next are multiplied.
-  __device__ __forceinline__ void add(const bf16* v) {
-    float part[2][8][4];
-    const auto begin = [&](int panel) {
-      wgmma_begin();
+  // The weights as an operand and their sums; scales what is there to the new maxima.
+  __device__ __forceinline__ void settle() {
+    float sum[4] = {};
 #pragma unroll
-      for (int i = 0; i < KS; i++) multiply_values(part[panel % 2], p[i], v + panel * PANEL, i);
-      wgmma_end();
-    };
-    begin(0);
-    float2 factor[2];
+    for (int i = 0; i < KS; i++) {
+#pragma unroll
+      for (int j = 0; j < 4; j++) p[i][j] = pack_bf16(s[2 * i + j / 2][j % 2 * 2], s[2 * i + j / 2][j % 2 * 2 + 1]);
+      add_weights(sum, p[i]);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) l[h] = fmaf(l[h], factor[h], sum[2 * h]);
+    if (!__any_sync(ALL_LANES, factor[0] != 1.0f || factor[1] != 1.0f)) return;
+#pragma unroll
+    for (int n = 0; n < NV; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) o[n][e] = __fmul_rn(o[n][e], factor[e / 2]);
+  }
+
+  __device__ __forceinline__ void begin_add(const bf16* v) {
+    wgmma_begin();
+#pragma unroll
+    for (int i = 0; i < KS; i++)
+#pragma unroll
+      for (int col = 0; col < Dh; col += ACROSS) {
+        multiply_values(reinterpret_cast<float(&)[ACROSS / 2]>(o[col / 8]), p[i], v + col / 64 * PANEL, i);
+      }
+    wgmma_end();
+  }
+
+  float all_m[2], all_l[2];
+
+  // Joins the leaf to those before, which lie in memory.
+  __device__ __forceinline__ void fold(const Queries<Rows>& queries, float* memory, bool first, bool last) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      factor[h] = join_factors(m[h], part_m[h]);
-      l[h] = joined(l[h], part_l[h], factor[h]);
-    }
-    const bool moved = __any_sync(ALL_LANES, factor[0].x != 1.0f || factor[1].x != 1.0f);
+      const int place = queries.place[query(h)];
+      float2* kept = reinterpret_cast<float2*>(memory + (long long)max(place, 0) * Dh) + threadIdx.x % 4;
+      if (!first) {
+        const float2 by = join_factors(all_m[h], m[h]);
+        m[h] = all_m[h], l[h] = joined(all_l[h], l[h], by);
+        if (place >= 0) {
 #pragma unroll
-    for (int panel = 0; panel < PANELS; panel++) {
-      if (panel + 1 < PANELS) begin(panel + 1);
-      if (panel + 1 < PANELS) wgmma_wait<1>();
-      if (panel + 1 == PANELS) wgmma_wait<0>();
-#pragma unroll
-      for (int n = 0; n < 8; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) {  // as joined()
-          float& x = o[8 * panel + n][e];
-          if (moved) x = __fmul_rn(x, factor[e / 2].x);
-          x = fmaf(part[panel % 2][n][e], factor[e / 2].y, x);
+          for (int n = 0; n < NV; n++) {
+            const float2 before = kept[4 * n];
+            o[n][2 * h] = joined(before.x, o[n][2 * h], by), o[n][2 * h + 1] = joined(before.y, o[n][2 * h + 1], by);
+          }
         }
+      }
+      all_m[h] = m[h], all_l[h] = l[h];
+      if (!last && place >= 0) {
+#pragma unroll
+        for (int n = 0; n < NV; n++) kept[4 * n] = float2{o[n][2 * h], o[n][2 * h + 1]};
+      }
     }
   }
 

@@ -1,9 +1,9 @@
 // Attention of a forest over paged KV by TMA and wgmma: softmax(scale q k^T) v of each query, times sigmoid(gate).
 // Definition: tree_attention in boleinfer/ops/attention.py; words and parts: attention.cuh, the products: attention_tile.cuh.
 //
-// A block belongs to a tile of Rows queries of one KV head and takes a run of its splits. Where there are more blocks than
+// A block belongs to a tile of Rows queries of one KV head and takes a run of its leaves. Where there are more blocks than
 // tiles, equally long runs of a tile are worked on side by side, and the last few blocks to finish share the joining of the
-// parts. A run that has the tile to itself joins its parts in turn, and a long prompt's joins every 64 slots.
+// leaves. A run that has the tile to itself joins its leaves in turn; to a long prompt all is one leaf.
 // At few rows and short contexts what runs once costs by its instructions, which come from L2: it is kept short, and loops
 // that could be unrolled are not.
 //
@@ -12,9 +12,10 @@
 // shared: 1 KB + 2 bytes x ((Rows + 64 Stages) Dh + 512): q, the ring, weights of Rows = 8.
 // Read twice: the KV of a request, once for each of its tiles, from L2.
 //
+// spills: addresses, once a leaf
 // arch: 90a
 // sizes: Dh=64,128,256 Rows=8 Ratio=4 Stages=6 Act=bf16 | Dh=64,128,256 Rows=64 Ratio=4 Stages=6 Act=bf16
-// sizes: Dh=64,128,256 Rows=128 Ratio=6 Stages=4 Act=bf16
+// sizes: Dh=64,128 Rows=128 Ratio=6 Stages=8 Act=bf16 | Dh=256 Rows=128 Ratio=6 Stages=4 Act=bf16
 #include "arrival.cuh"
 #include "attention_few.cuh"
 #include "attention_wide.cuh"
@@ -45,12 +46,15 @@ __device__ __forceinline__ void put(float* to, const float* from) {
   *reinterpret_cast<Some*>(to) = some;
 }
 
-// A place of the ring, and the parity of its turn.
-struct Turn {
-  int place = 0, parity = 0;
+// a / b of whole numbers below 2^21, without the long way of the compiler's own
+__device__ __forceinline__ int quotient(int a, int b) { return int(__fdividef(a + 0.5f, b)); }
 
-  __device__ __forceinline__ void advance() {
-    if (++place == Stages) place = 0, parity ^= 1;
+// A place of K or V in the ring, and the parity of its turn.
+struct Turn {
+  int place, parity = 0;
+
+  __device__ __forceinline__ void advance(int by) {
+    if ((place += by) >= Stages) place -= Stages, parity ^= 1;
   }
 };
 
@@ -74,7 +78,9 @@ struct Place {
   }
 };
 
-constexpr int EACH = 4;  // columns of a thread at the end
+constexpr int EACH = 4;                                      // columns of a thread at the end
+constexpr int AT_ONCE = Dh / EACH < WARP ? Dh / EACH : WARP;  // leaves joined at once: a lane of a query's for each
+static_assert(AT_ONCE * WARP * WARPS * EACH * 4 <= Stages * TILE * 2, "leaves do not fit into the ring");
 
 // EACH neighbours, at any address
 __device__ __forceinline__ Pack<bf16, EACH> load_gate(const bf16* gate) {
@@ -123,14 +129,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(
     int Room,
     int Splits,
     int Ldg,
-    int Waiting,  // blocks that may wait for others at once
+    int Blocks,  // of a KV head that fit on the device at once
     float scale)
 {
-  extern __shared__ uint4 arena[];
+  extern __shared__ __align__(1024) uint4 arena[];
   __shared__ Queries<Rows> query;
   __shared__ Barrier full[Stages], empty[Stages], prepared;
   __shared__ Share<Rows>::Shared shared;
-  bf16* q_tile = reinterpret_cast<bf16*>(((unsigned long long)arena + 1023) / 1024 * 1024);
+  bf16* q_tile = reinterpret_cast<bf16*>(arena);
   bf16* ring = q_tile + Rows * Dh + Share<Rows>::EXTRA;
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP, head = blockIdx.y;
   query.clear();
@@ -146,21 +152,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(
 
   // The tile, long ones first, and which of its `workers` blocks this is.
   const Trees forest = {rows, request, ancestors, chain, start, committed, B, Rq};
-  int worker = 0, workers = 1, tiles = 1;
-  const QueryTile tile = find_tile(forest, Rows, Ratio, Room, Splits, M * P, [&](int count) {
-    tiles = max(1, count), workers = max(1, int(gridDim.x) / tiles), worker = blockIdx.x / tiles;
-    return worker < workers ? tiles - 1 - int(blockIdx.x) % tiles : -1;
+  int worker = 0, workers = 1, tiles = 1, number = 0;
+  const QueryTile tile = find_tile<CLASS>(forest, Rows, Ratio, Room, Splits, M * P, [&](int count) {
+    tiles = max(1, count), workers = max(1, quotient(Blocks, tiles)), worker = quotient(blockIdx.x, tiles);
+    number = blockIdx.x - worker * tiles;
+    return worker < workers ? tiles - 1 - number : -1;
   });
   if (tile.request < 0) return after_previous();
   if (tile.step == 1) workers = 1;
   if (worker >= workers) return after_previous();
 
-  // Its run of splits: from the first that begins at or behind its share of the slots.
-  const auto run_begin = [&](int w) {
-    const int slot = int(unsigned(tile.end) * unsigned(w) / unsigned(workers));
-    return slot == 0 ? 0 : min(tile.end, split_begin(split_of(slot - 1) + 1));
-  };
-  const int begin = run_begin(worker), stop = run_begin(worker + 1);
+  // Its run of leaves
+  const int leaf = tile.queries > TREE_ROWS * Ratio ? 1 << 30 : leaf_of(tile.T + tile.row - tile.start + tile.first / Ratio);
+  const int leaves = quotient(tile.end - 1, leaf) + 1, first_leaf = quotient(leaves * worker, workers);
+  const int begin = first_leaf * leaf, stop = min(tile.end, quotient(leaves * (worker + 1), workers) * leaf);
 
   if (warp >= WARPS) {
     keep_registers<40>();
@@ -172,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(
       const int slot = key + box * Box;
       return box * Box < 64 && slot < stop ? (__ldcg(table + (slot >> shift)) << shift) + (slot & P - 1) : -1;
     };
-    Turn turn;
+    Turn turn{0};
     int place = place_of(begin), next = place_of(begin + 64);
     bool waited = false;
 #pragma unroll 1
@@ -184,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(
         waited = true;
       }
 #pragma unroll 1
-      for (int values = 0; values < 2; values++, turn.advance()) {
+      for (int values = 0; values < 2; values++, turn.advance(1)) {
         wait(empty[turn.place], turn.parity ^ 1);
         const unsigned some = __ballot_sync(ALL_LANES, place >= 0);
         if (lane == 0) arrive_expecting(full[turn.place], __popc(some) * Box * 128);
@@ -199,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(
   }
 
   keep_registers<232>();
-  query.describe(forest, tile, Ratio, head, Hq);
+  query.describe(forest, tile, Ratio, head, Hq, tile.step);
   __syncthreads();
   after_previous();
 
@@ -219,68 +224,69 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(
   meet();
 
   const int free = Rows == 8 ? tile.T : query.all_see(16 * warp), seen = query.all_seen();  // slots
-  const bool in_turn = tile.queries > TREE_ROWS * Ratio;
-  int edge = in_turn ? stop : worker == 0 ? SINGLE : split_begin(split_of(begin) + 1);  // where the part ends
   Share<Rows> x(shared, q_tile);
-  bool stored = false;
-  float kept_m[2], kept_l[2];
-  Turn turn;
-  const auto arrived_tile = [&]() {
-    wait(full[turn.place], turn.parity);
-    return ring + turn.place * TILE;
+  Turn keys{0}, values{1};
+  const auto begin_scores = [&]() {
+    wait(full[keys.place], keys.parity);
+    x.begin_scores(q_tile, ring + keys.place * TILE);
   };
-  const auto release = [&]() {
+  const auto release = [&](Turn& turn) {
     if (lane == 0) arrive(empty[turn.place]);
-    turn.advance();
+    turn.advance(2);
   };
-#pragma unroll 1
-  for (int key = begin; key < stop; key += 64) {
-    x.scores(q_tile, arrived_tile());
-    release();
+  const auto weigh = [&](int key) {
+    release(keys);
     if (key + 64 > free) x.mask(query, key);
     x.weigh(scale * LOG2_E);
-    bf16* values = arrived_tile();
+  };
+  const auto begin_add = [&](int key) {
+    wait(full[values.place], values.parity);
+    bf16* v = ring + values.place * TILE;
     if (key + 64 > seen) {
-      clear_unseen(values, query, key);
+      clear_unseen(v, query, key);
       fence_writes();
       meet();
     }
-    x.add(values);
-    release();
-
-    const bool last = key + 64 >= stop;
-    if (!last && key + 64 < edge) continue;
-    edge = split_begin(split_of(key + 64) + 1);
-    if (stored) {  // joins the part that lies in memory
-      float2 factor[2];
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        factor[i] = join_factors(kept_m[i], x.m[i]);
-        x.m[i] = kept_m[i], x.l[i] = joined(kept_l[i], x.l[i], factor[i]);
+    x.begin_add(v);
+  };
+#pragma unroll 1
+  for (int key = begin, l = first_leaf; key < stop; l++, x.clear()) {
+    const int edge = min(stop, key + leaf);
+#pragma unroll 1
+    for (; key < edge; key += 64) {
+      begin_scores();
+      wgmma_wait<0>();
+      weigh(key);
+      x.settle();
+      if (Rows > 8) {  // the next scores are made beside the values of these
+#pragma unroll 1
+        for (; key + 64 < edge; key += 64) {
+          begin_scores();
+          begin_add(key);
+          wgmma_wait<1>();
+          weigh(key + 64);
+          wgmma_wait<0>();
+          release(values);
+          x.settle();
+        }
       }
-      x.each([&](int i, int j, int col, float* o) {
-        if (query.place[j] < 0) return;
-        const Some before = *reinterpret_cast<const Some*>(part_o + (long long)query.place[j] * Dh + col);
-#pragma unroll
-        for (int n = 0; n < Share<Rows>::NEIGHBOURS; n++) o[n] = joined(before.v[n], o[n], factor[i]);
-      });
+      begin_add(key);
+      wgmma_wait<0>();
+      release(values);
     }
-    if (workers == 1 && last) break;
-    const int skip = workers > 1 ? split_of(key) * Hq : 0;
+    if (workers == 1) {
+      x.fold(query, part_o, l == 0, key >= stop);
+      if (key >= stop) break;
+      continue;
+    }
     x.each([&](int, int j, int col, const float* o) {
-      if (query.place[j] < 0) return;
-      put(part_o + (long long)(query.place[j] + skip) * Dh + col, o);
+      if (query.place[j] >= 0) put(part_o + (long long)(query.place[j] + l) * Dh + col, o);
     });
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int place = query.place[x.query(i)];
-      if (workers > 1 && x.tells() && place >= 0) {
-        reinterpret_cast<float2*>(part_ml)[place + skip] = float2{x.m[i], x.l[i]};
-      }
-      kept_m[i] = x.m[i], kept_l[i] = x.l[i];
+      if (x.tells() && place >= 0) reinterpret_cast<float2*>(part_ml)[place + l] = float2{x.m[i], x.l[i]};
     }
-    stored = workers == 1;
-    x.clear();
   }
 
   // The end: a thread takes EACH columns of a query, from shared memory or, by the last blocks together, from the parts.
@@ -293,35 +299,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(
     if (x.tells()) sums[x.query(0)] = x.l[0], sums[x.query(1)] = x.l[1];
     meet();
   } else {
-    ranks = min(min(workers, (words + WARP * WARPS - 1) / (WARP * WARPS)), max(1, Waiting / (tiles * Hkv)));
-    rank = arrives_among_last(arrived + blockIdx.x % tiles * Hkv + head, workers, ranks);
+    ranks = min(min(workers, (words + WARP * WARPS - 1) / (WARP * WARPS)), max(1, (Blocks * Hkv - 2) / (tiles * Hkv)));
+    rank = arrives_among_last(arrived + number * Hkv + head, workers, ranks);
     if (rank < 0) return;
   }
-  const int first = split_of(min(run_begin(1), SINGLE) - 1), count = split_of(tile.end - 1) + 1 - first;
-#pragma unroll(Rows == 8 ? 1 : 2)
+  const int member = threadIdx.x % AT_ONCE;
+  float* own = reinterpret_cast<float*>(ring) + threadIdx.x * EACH;
+#pragma unroll 1
   for (int word = rank * (WARP * WARPS) + threadIdx.x; word < words; word += ranks * (WARP * WARPS)) {
-    const int j = word / (Dh / EACH), col = word % (Dh / EACH) * EACH;
-    if (query.place[j] < 0) continue;
+    const int j = word / (Dh / EACH), col = word % (Dh / EACH) * EACH, place = query.place[j];
     const Place at(tile, j, Hq, Ldg);
-    const auto by = load_gate(gate + at.gate + col);
+    const bool used = place >= 0;
     Pack<float, EACH> o = {};
     float l = 0.0f;
     if (workers == 1) {
       o = load<EACH>(room + j * PITCH + col), l = sums[j];
     } else {
-      const long long place = query.place[j] + (long long)first * Hq;
-      const float* from = part_o + place * Dh + col;
-      const float2* own = reinterpret_cast<const float2*>(part_ml) + place;
       float m = -inf();
-#pragma unroll 8
-      for (int p = 0; p < count; p++, from += (long long)Hq * Dh, own += Hq) {
-        const auto part = load<EACH>(from);
-        const float2 ml = *own, factor = join_factors(m, ml.x);
-        l = joined(l, ml.y, factor);
+#pragma unroll 1
+      for (int from = 0; from < leaves; from += AT_ONCE) {
+        const int count = min(AT_ONCE, leaves - from);
+        const float* part = part_o + (long long)(place + from) * Dh + col;
+#pragma unroll 4
+        for (int p = 0; p < count; p++, part += Dh) {
+          cp_async16(own + p * (WARP * WARPS * EACH), used ? part : part_o, used);
+        }
+        cp_async_commit();
+        float2 ml = {-inf(), 0.0f};
+        if (used && member < count) ml = __ldcg(reinterpret_cast<const float2*>(part_ml) + place + from + member);
+        cp_async_wait<0>();
+#pragma unroll 4
+        for (int p = 0; p < count; p++) {
+          const auto part = load<EACH>(own + p * (WARP * WARPS * EACH));
+          const float2 factor = join_factors(m, __shfl_sync(ALL_LANES, ml.x, p, AT_ONCE));
+          l = joined(l, __shfl_sync(ALL_LANES, ml.y, p, AT_ONCE), factor);
 #pragma unroll
-        for (int i = 0; i < EACH; i++) o.v[i] = joined(o.v[i], part.v[i], factor);
+          for (int i = 0; i < EACH; i++) o.v[i] = joined(o.v[i], part.v[i], factor);
+        }
       }
     }
-    store_gated(out + at.out + col, o, l, by);
+    if (used) store_gated(out + at.out + col, o, l, load_gate(gate + at.gate + col));
   }
 }

@@ -19,10 +19,11 @@ from boleinfer.ops import Case, sigmoid
 
 SCORES = 1 << 18  # scores held at once, to stay in cache: more query rows are taken in blocks
 SCRATCH = 1 << 28  # bytes on the GPU for the parts of rows whose splits are worked on side by side
-_SIDE_ROWS = 256  # such rows at most
+_SIDE_ROWS = 512  # such rows at most
 _TREE_ROWS = 128  # of one request at most
 _BLOCKS, _WORKERS = 1024, 4  # blocks worth starting; for each tile at least this many, if it has as many splits
 WIDTHS = (32, 64, 128, 256)  # of heads, on the GPU
+_LEAVES = 32  # of a row, at most, in attention_tile.cuh
 _HOPPER = "tree_attention_hopper.cu"
 
 
@@ -94,7 +95,8 @@ def _launch(
     out = device.empty(q.shape, q.dtype)
     if not n:
         return out
-    splits = splits_of(P * M)
+    hopper = act == "bf16" and Dh >= 64 and _box(P) and kernels.runs_here(_HOPPER)
+    splits = min(_LEAVES, splits_of(P * M)) if hopper else splits_of(P * M)
     room = min(n, _SIDE_ROWS, max(1, SCRATCH // (4 * splits * Hq * Dh)))
     held = room * splits + (0 if room == n <= _TREE_ROWS else n)
     part_o, part_ml = (device.empty((held, Hq, width), np.float32) for width in (Dh, 2))
@@ -109,7 +111,7 @@ def _launch(
         """Tiles of so many queries, at most."""
         return n * -(-ratio // size) if rows is not None else (n * ratio + min(B, n) * (size - 1)) // size
 
-    if act == "bf16" and Dh >= 64 and _box(P) and kernels.runs_here(_HOPPER):
+    if hopper:
         args |= end | {"out": out}
         _launch_hopper(args, k_pages, v_pages, tiles, 1 if rows is not None else n / min(B, n))
         return out
@@ -146,12 +148,14 @@ def _launch_hopper(
     (P, Hkv, Dh), ratio = k_pages.shape[1:], args["Hq"] // args["Hkv"]
     size = next(s for s in (8, 64, 128) if each * ratio <= s or s == 128)  # queries of a tile
     processors, tile_bytes, extra = device.multiprocessors(), 128 * Dh, 2 * size * Dh + 1024 * (size == 8)
-    stages = min(8, (device.shared_bytes() - 2048 - 28 * size - extra) // tile_bytes)
+    stages = min(8, (device.shared_bytes() - 1280 - 28 * size - extra) // tile_bytes)
     k, v = (pages.reshape(-1, Hkv * Dh) for pages in (k_pages, v_pages))
-    args |= {"k": k, "v": v, "Box": _box(P), "arrived": device.counters(processors), "Waiting": max(1, processors - 2)}
+    args |= {"k": k, "v": v, "Box": _box(P), "arrived": device.counters(processors)}
+    args |= {"Blocks": max(1, processors // Hkv)}
     constants = {"Dh": Dh, "Rows": size, "Ratio": ratio, "Stages": stages, "Act": "bf16"}
-    memory, threads = 1024 + extra + stages * tile_bytes, 384 if size == 128 else 160
-    grid = max(processors // Hkv, tiles(size)), Hkv
+    memory, threads = extra + stages * tile_bytes, 384 if size == 128 else 160
+    cuts = 0 if args["rows"] is not None else min(args["B"], args["Rq"])  # a request's rows may be of two classes
+    grid = max(processors // Hkv, tiles(size) + cuts), Hkv
     kernels.launch(_HOPPER, "tree_attention", grid, threads, args, None, memory, constants)
 
 
