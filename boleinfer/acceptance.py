@@ -93,6 +93,7 @@ class ProfileDrafter:
     answers: by request number (Request.sampler's choice) all its tokens, prompt included
     shape:   that of the next trees; None: nothing is drafted
     honest:  False makes every token wrong, with the same probabilities
+    seed:    of what is drawn
     """
 
     reads_text = False  # as the drafts that it stands for, which the GPU makes
@@ -104,12 +105,13 @@ class ProfileDrafter:
         shape: Callable[[], Shape | None],
         vocab: int,
         honest: bool = True,
+        seed: int = 0,
     ):
         self._profile, self._shape, self._vocab, self._honest = profile, shape, vocab, honest
         self._answers = [np.asarray(a, np.int64) for a in answers]
         longest = max(map(len, self._answers))
         # for each request, position and depth the number that decides which rank the right token has
-        self._drawn = np.random.default_rng(0).random((len(self._answers), longest, DEEPEST))
+        self._drawn = np.random.default_rng(seed).random((len(self._answers), longest, DEEPEST))
         self._number: dict[Request, int] = {}
         self._made: dict[tuple[int, int, Shape, Limits], Tree] = {}
 

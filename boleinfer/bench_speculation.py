@@ -43,8 +43,9 @@ SIZES, BATCHES = ("qwen3.5-9b", "qwen3.5-27b"), (1, 4, 8, 16, 32)
 NEVER_BATCHES = (1, 8, 32)
 NODES = 127  # of a request's draft at most, so that a lone request can fill a step of 128 rows
 TOKENS, NEVER_TOKENS, HEARD_TOKENS = 256, 512, 24  # of each request, on average; with their logits
+ANSWERS = 4  # requests of a profile at least, one after another if need be: which guesses are right is drawn for each
 PROMPTS, PROMPT_TOKENS, REPEATS = 8, 96, 2  # of each kind of text, and how often all are answered
-KNOWN = 0.97  # of the tokens are among the ids that drafts look at, between code and prose (DraftPlan.ids)
+KNOWN = 0.99  # of the tokens are among the ids that drafts look at (DraftPlan.ids)
 
 _PAPER = Shape(top_k=4, width=8, depth=8)
 _CODE, _PROSE = 0.908, 0.492  # how often the likeliest token is right
@@ -198,10 +199,13 @@ def at_once(
         plain = run(llm, batch, prompt, NEVER_TOKENS + NEVER_TOKENS // 8, None)
         found = []
         for profile in PROFILES if "profiles" in parts and (every or batch in BATCHES) else ():
-            found.append(("profiles", profile, against(llm, batch, prompt, TOKENS, profile, plain, honest=True)))
+            draws = [
+                against(llm, batch, prompt, TOKENS, profile, plain, True, seed) for seed in range(-(-ANSWERS // batch))
+            ]
+            found.append(("profiles", profile, draws))
         if "never" in parts and (every or batch in NEVER_BATCHES):
             adversary = against(llm, batch, prompt, NEVER_TOKENS, PROFILES[0], plain, honest=False)
-            found.append(("never", PROFILES[0], adversary))
+            found.append(("never", PROFILES[0], [adversary]))
         again = run(llm, batch, prompt, TOKENS, None)
         apart = logits_apart(llm, batch, prompt, plain)
         for part, profile, fast in found:
@@ -212,21 +216,22 @@ def at_once(
     gc.collect()
 
 
-def row(batch: int, profile: Profile, fast: Run, plain: Run, again: Run) -> dict[str, Any]:
-    """A profile's run beside plain decoding before and after it."""
+def row(batch: int, profile: Profile, fast: Sequence[Run], plain: Run, again: Run) -> dict[str, Any]:
+    """A profile's runs beside plain decoding before and after them."""
     plain_s = (plain.tokens_per_s + again.tokens_per_s) / 2
+    made, seconds, steps = (sum(getattr(run, name) for run in fast) for name in ("made", "seconds", "steps"))
     return {
         "batch": batch,
         "profile": profile.name,
-        "tokens_per_s": fast.tokens_per_s,
+        "tokens_per_s": made / seconds,
         "plain_tokens_per_s": plain_s,
-        "times_plain": fast.tokens_per_s / plain_s,
-        "tokens_per_step": fast.made / fast.steps / batch,
-        "ms_per_step": 1e3 * fast.seconds / fast.steps,
+        "times_plain": made / seconds / plain_s,
+        "tokens_per_step": made / steps / batch,
+        "ms_per_step": 1e3 * seconds / steps,
         "plain_ms_per_step": 1e3 * batch / plain_s,
-        "rows": fast.rows,
-        "ways": fast.ways,
-        "same_tokens": all(a[: len(b)] == b[: len(a)] for a, b in zip(fast.tokens, plain.tokens)),
+        "rows": sum(run.rows * run.steps for run in fast) / steps,
+        "ways": [sum(steps) for steps in zip(*(run.ways for run in fast))],
+        "same_tokens": all(a[: len(b)] == b[: len(a)] for run in fast for a, b in zip(run.tokens, plain.tokens)),
     }
 
 
@@ -256,17 +261,25 @@ class Run:
 
 
 def against(
-    llm: LLM, batch: int, prompt: int, length: int, profile: Profile, plain: Run, honest: bool, hears: bool = False
+    llm: LLM,
+    batch: int,
+    prompt: int,
+    length: int,
+    profile: Profile,
+    plain: Run,
+    honest: bool,
+    seed: int = 0,
+    hears: bool = False,
 ) -> Run:
-    """A profile's run, which begins with everything still to be learnt."""
+    """A profile's run, which begins with everything still to be learnt. seed: of which guesses are right."""
 
     def shape() -> Shape | None:
         variant = llm.engine.budget.ways[llm.engine.way].variant  # of the step that drafted
         return shapes[variant - 1] if variant else None
 
-    shapes = [shape_of(plan, llm.engine.scheduler.max_batch) for plan in DRAFT_PLANS]
+    shapes = [shape_of(plan, 1 if batch == 1 else llm.engine.scheduler.max_batch) for plan in DRAFT_PLANS]
     answers = [t + [0] * NODES for t in plain.tokens]
-    drafter = ProfileDrafter(profile, answers, shape, llm.config.vocab_size, honest)
+    drafter = ProfileDrafter(profile, answers, shape, llm.config.vocab_size, honest, seed)
     if not hears:
         drafter.prepare(prompt, length + NODES, shapes, llm.engine.scheduler.limits)
     return run(llm, batch, prompt, length, drafter, hears)

@@ -34,7 +34,8 @@ from boleinfer.scheduler import Work
 from boleinfer.state import Batch, Place, State
 
 SMALLEST, LARGEST_CAPTURED = 8, 128  # rows of an envelope; larger steps read prompts and run kernel by kernel
-LEVEL_ROWS = 32  # nodes of a level of all drafts together, where more requests have one each
+LEVEL_ROWS = 8  # nodes of a level of all drafts together, where more requests have one each
+FEWEST_DRAFTED = 16  # rows of an envelope whose step drafts
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class DraftPlan:
 
     least: probability below which a node is not kept
     ids:   only the first of the vocabulary are looked at, and those of the texts (draft_head.py); None: all. With
-           Qwen's 151,643, behind 256 tokens of a file of Python's library, 97 % of the tokens are among 32,768 and the
-           file's own so far (93 % among 32,768 alone, 98 % among 65,536); of its docstrings 97 (94, 98)
+           Qwen's 151,643, behind 256 tokens of a file of Python's library, 99 % of the tokens are among 65,536 and the
+           file's own so far (98 % among 65,536 alone, 97 % among 32,768 and the file's)
     """
 
     top_k: int = 2
@@ -52,7 +53,7 @@ class DraftPlan:
     depth: int = 4
     worth: float = 0.0
     least: float = 0.01
-    ids: int | None = 32768
+    ids: int | None = 65536
 
     def for_requests(self, requests: int) -> DraftPlan:
         """The same for a step of up to so many: fewer nodes of each, so that a level is cheap."""
@@ -60,8 +61,8 @@ class DraftPlan:
 
 
 DRAFT_PLANS = (  # few: each is captured with each envelope
-    DraftPlan(top_k=4, width=4),
-    DraftPlan(top_k=4, width=4, depth=8),
+    DraftPlan(top_k=4, width=8),
+    DraftPlan(top_k=4, width=8, depth=8),
     DraftPlan(ids=None),  # for texts in other languages
 )
 
@@ -76,12 +77,14 @@ class _Kind(NamedTuple):
 
     single: no request has more than one row, or asks for logits
     waits: the hidden rows that were accepted are kept for later; takes: the layer takes them in; plan: and then drafts
+    alone: for the first request only; the others take no part
     """
 
     single: bool
     waits: bool
     takes: bool
     plan: DraftPlan | None
+    alone: bool = False
 
 
 class _Frame:
@@ -99,14 +102,15 @@ class _Frame:
         self.largest = device.upload(np.zeros(len(self.inputs.on.wanted), np.uint64))
         self.logits: dict[_Kind, Array] = {}
         self.ready: set[_Kind] = set()
-        self.drafts: dict[DraftPlan, Drafts] = {}
+        self.drafts: dict[_Kind, Drafts] = {}
         self.parts: list[Part] | None = None  # what the inputs on the GPU say
-        self.single = False  # of the last step, as in _Kind
+        self.single = self.alone = False  # of the last step, as in _Kind
 
-    def add_drafts(self, plan: DraftPlan) -> None:
+    def add_drafts(self, kind: _Kind, plan: DraftPlan) -> None:
         """The arrays of a way to draft."""
-        d = plan.for_requests(self.inputs.requests)
-        self.drafts[plan] = Drafts(self.inputs.requests, d.top_k, d.width, d.depth, d.worth, d.least)
+        requests = 1 if kind.alone else self.inputs.requests
+        d = plan.for_requests(requests)
+        self.drafts[kind] = Drafts(requests, d.top_k, d.width, d.depth, d.worth, d.least)
 
 
 class CudaExecutor:
@@ -158,9 +162,12 @@ class CudaExecutor:
 
     def capture(self) -> None:
         for size in {min(SMALLEST << i, self._max_rows) for i in range((LARGEST_CAPTURED // SMALLEST).bit_length())}:
-            for way in range(1 + len(self._drafting)):
-                self._frame(size, way)
+            self._frame(size, 0)
             self._frame(size, 0, single=True)
+            for way in range(1, 1 + len(self._drafting)) if size >= min(FEWEST_DRAFTED, self._max_rows) else ():
+                self._frame(size, way)
+                if size < 2 * (1 + self._draft_nodes):
+                    self._frame(size, way, alone=True)
 
     def admit(self, request: Request) -> None:
         place = request.home
@@ -173,9 +180,9 @@ class CudaExecutor:
 
     def start(self, works: Sequence[Work], way: int = 0) -> Callable[[], list[Outcome]]:
         single = all(len(w.tree) == 1 and w.request.params.logprobs is None for w in works)
-        frame = self._frame(sum(len(w.tree) for w in works), way, single)
-        frame.single = single
-        kind = self._kind(way, frame.inputs.rows, single)
+        frame = self._frame(sum(len(w.tree) for w in works), way, single, alone=len(works) == 1)
+        frame.single, frame.alone = single, len(works) == 1
+        kind = self._kind(way, frame.inputs.rows, single, frame.alone)
         if kind.waits or kind.takes:
             self._take_in([w.request for w in works], MOST_WAITING if kind.waits else 0)
         parts = [self._part(w) for w in works]
@@ -209,8 +216,8 @@ class CudaExecutor:
 
     def repeat(self, rows: int, way: int = 0) -> None:
         """Queues the last step of so many rows again, as the GPU stands now; to measure, on requests to be dropped."""
-        frame = self._frames[self._envelope(rows)]
-        kind = self._kind(way, frame.inputs.rows, frame.single)
+        frame = self._frames[self._envelope(rows, way)]
+        kind = self._kind(way, frame.inputs.rows, frame.single, frame.alone)
         self.runner.run((frame.inputs.rows, kind), lambda: self._step(frame, kind))
 
     def time(self, works: Sequence[Work], way: int, about_s: float, most: int) -> float:
@@ -241,14 +248,15 @@ class CudaExecutor:
             pieces = [hidden[i : i + n] for i in range(0, len(tokens), n)]
             return np.concatenate([device.download(self.model.logits(piece)) for piece in pieces])
 
-    def _kind(self, way: int, rows: int, single: bool) -> _Kind:
+    def _kind(self, way: int, rows: int, single: bool, alone: bool) -> _Kind:
         """Of a step of so many rows. A step that reads much of a prompt leaves too many rows to wait; one that drafts
         hardly ever has single rows."""
         single &= way == 0
         if not self._drafting:
             return _Kind(single, False, False, None)
         takes = way > 0 or rows > LARGEST_CAPTURED
-        return _Kind(single, not takes, takes, self._drafting[way - 1] if way else None)
+        alone &= way > 0 and self._max_batch > 1
+        return _Kind(single, not takes, takes, self._drafting[way - 1] if way else None, alone)
 
     def _take_in(self, requests: Sequence[Request], most: int) -> None:
         """The MTP layer's keys and values of all tokens that wait, for requests of which more than `most` do."""
@@ -290,40 +298,41 @@ class CudaExecutor:
         if kind.takes:
             follow(inputs, slots, step, frame.chain)
             accepted = Batch(frame.chain.forest, step.slot, step.page_table)
-            pairs = frame.chain.forest.token, embedding(frame.chain.hidden_row, hidden), frame.chain.forest.position
+            pairs, source = (frame.chain.forest.token, hidden, frame.chain.forest.position), frame.chain.hidden_row
             if kind.plan is not None:
-                self._draft(frame, kind.plan, self.model.mtp(*pairs, accepted, self.state))
+                self._draft(frame, kind, self.model.mtp(*pairs, accepted, self.state, source=source))
             else:
-                self.model.mtp_memory(*pairs, accepted, self.state)
+                self.model.mtp_memory(*pairs, accepted, self.state, source)
         return frame.logits.get(kind)
 
-    def _draft(self, frame: _Frame, plan: DraftPlan, y: Array) -> None:
+    def _draft(self, frame: _Frame, kind: _Kind, y: Array) -> None:
         """The MTP layer's tree for the next step, into the slots. y: the layer's rows of the accepted tokens."""
-        inputs, step, last, drafts = frame.inputs, frame.step, frame.chain.last_row, frame.drafts[plan]
+        assert kind.plan is not None
+        inputs, step, drafts = frame.inputs, frame.step, frame.drafts[kind]
+        last = frame.chain.last_row[: drafts.requests]
         y = embedding(last, y)
-        tree = Batch(drafts.forest, step.slot, step.page_table)
-        short = self._heads.get(plan.ids)
+        tree = Batch(drafts.forest, step.slot[: drafts.requests], step.page_table[: drafts.requests])
+        short = self._heads.get(kind.plan.ids)
         rows, names = (None, None) if short is None else (short.rows, short.ids)
         for level in range(drafts.levels + 1):
             logits = self.model.logits(y, rows)
             found = candidates(logits, drafts.top_k, drafts.row if level else last, names)
             grow(drafts, level, *found, inputs, self._slots)
             if level < drafts.levels:
-                y = embedding(drafts.source, y)
-                y = self.model.mtp(drafts.token, y, drafts.position, tree, self.state, drafts.row)
+                y = self.model.mtp(drafts.token, y, drafts.position, tree, self.state, drafts.row, drafts.source)
         keep(drafts, inputs, self._slots, step.results)
 
-    def _frame(self, rows: int, way: int, single: bool = False) -> _Frame:
+    def _frame(self, rows: int, way: int, single: bool = False, alone: bool = False) -> _Frame:
         """The smallest envelope that holds so many rows, made and rehearsed when it is first asked for in this way."""
-        size = self._envelope(rows)
+        size = self._envelope(rows, way)
         if size not in self._frames:
             sampled = sampled_rows(self._max_batch, self._draft_nodes)
             self._frames[size] = _Frame(size, self._max_batch, sampled, self._slots)
-        frame, kind = self._frames[size], self._kind(way, size, single)
+        frame, kind = self._frames[size], self._kind(way, size, single, alone)
         if kind not in frame.ready:
             frame.ready.add(kind)
-            if kind.plan is not None and kind.plan not in frame.drafts:
-                frame.add_drafts(kind.plan)
+            if kind.plan is not None:
+                frame.add_drafts(kind, kind.plan)
             if size <= LARGEST_CAPTURED:
                 frame.inputs.fill(())  # nobody takes part
                 frame.parts = None
@@ -332,9 +341,9 @@ class CudaExecutor:
                     self.runner.rehearse((size, kind), lambda: self._step(frame, kind))
         return frame
 
-    def _envelope(self, rows: int) -> int:
+    def _envelope(self, rows: int, way: int) -> int:
         """Rows of the smallest frame that holds so many."""
-        size = SMALLEST
+        size = FEWEST_DRAFTED if way else SMALLEST
         while size < rows:
             size *= 2
         return min(size, self._max_rows)

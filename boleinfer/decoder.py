@@ -12,7 +12,8 @@ from boleinfer.device import Array
 from boleinfer.layers import Weights, gated_attention, gated_deltanet, remember
 from boleinfer.ops.embedding import embedding
 from boleinfer.ops.linear import head, linear
-from boleinfer.ops.norms import add_rms_norm, joined_rms_norm, rms_norm
+from boleinfer.ops.mtp_inputs import mtp_inputs
+from boleinfer.ops.norms import add_rms_norm, rms_norm
 from boleinfer.ops.rope import rope_table
 from boleinfer.state import Batch, Factors, GDNLayer, KVLayer, State
 
@@ -76,7 +77,14 @@ class Decoder:
         return head(hidden, self.weights["lm_head"], use, allowed, largest)
 
     def mtp(
-        self, token: Array, hidden: Array, position: Array, batch: Batch, state: State, rows: Array | None = None
+        self,
+        token: Array,
+        hidden: Array,
+        position: Array,
+        batch: Batch,
+        state: State,
+        rows: Array | None = None,
+        source: Array | None = None,
     ) -> Array:
         """One pass of the MTP layer: y [n, D], whose logits predict the token after `token`.
 
@@ -85,32 +93,43 @@ class Decoder:
         position: [n], as the MTP layer counts them: position p pairs hidden p with token p + 1
         batch:    a forest of such positions
         rows:     which rows of that forest these are (None: all)
+        source:   int32 [n], the rows of `hidden` that are meant (None: as they stand)
 
         x = fc [norm(embedding(token)) ; norm(hidden)], then a full-attention layer with a KV cache of its own
         (equation: transformers' MtpModel)."""
         c, w, eps = self.config, self._mtp, self.config.rms_norm_eps
-        stream, x, rotation, memory = self._mtp_inputs(token, hidden, position, state)
+        stream, x, rotation, memory = self._mtp_inputs(token, hidden, position, state, source)
         y = gated_attention(x, w["self_attn"], c, memory, batch, rotation, rows)
         x = add_rms_norm(stream, y, w["post_attention_layernorm"], eps)
         return add_rms_norm(stream, self.ffn(x, w["mlp"], c), self.weights["mtp.norm"], eps)
 
-    def mtp_memory(self, token: Array, hidden: Array, position: Array, batch: Batch, state: State) -> None:
+    def mtp_memory(
+        self,
+        token: Array,
+        hidden: Array,
+        position: Array,
+        batch: Batch,
+        state: State,
+        source: Array | None = None,
+    ) -> None:
         """Of a pass of the MTP layer over all rows of the batch what later ones need: its keys and values."""
-        _, x, rotation, memory = self._mtp_inputs(token, hidden, position, state)
+        _, x, rotation, memory = self._mtp_inputs(token, hidden, position, state, source)
         remember(x, self._mtp["self_attn"], self.config, memory, batch, rotation)
 
     def _mtp_inputs(
-        self, token: Array, hidden: Array, position: Array, state: State
+        self, token: Array, hidden: Array, position: Array, state: State, source: Array | None
     ) -> tuple[Array, Array, tuple[Array, Array], KVLayer]:
         """The MTP layer's residual stream and its normed rows [n, D], their rotation, and the layer's pages."""
         w, eps, all_ = self._mtp, self.config.rms_norm_eps, self.weights
         if not w or state.mtp is None:
             raise ValueError("this checkpoint, or the state made for it, has no MTP layer")
-        e = embedding(token, all_["embed_tokens"], state.dtype)
-        x = joined_rms_norm(e, all_["mtp.pre_fc_norm_embedding"], hidden, all_["mtp.pre_fc_norm_hidden"], eps)
+        norms = all_["mtp.pre_fc_norm_embedding"], all_["mtp.pre_fc_norm_hidden"]
+        angles = position, self._inv_freq, self.config.rope.attention_factor
+        x, *rotation = mtp_inputs(
+            token, all_["embed_tokens"], norms[0], hidden, norms[1], *angles, eps, source
+        )  # [n, 2 D]
         stream = linear(x, all_["mtp.fc"])  # [n, D]
-        rotation = rope_table(position, self._inv_freq, self.config.rope.attention_factor)
-        return stream, rms_norm(stream, w["input_layernorm"], eps), rotation, state.mtp
+        return stream, rms_norm(stream, w["input_layernorm"], eps), tuple(rotation), state.mtp
 
 
 def _under(weights: Weights, prefix: str) -> dict:

@@ -27,7 +27,7 @@ _DRAFT = ("draft_token", "draft_parent", "draft_prob", "draft_count")
 
 
 class Drafts:
-    """The drafts of up to B requests while they grow.
+    """The drafts of a step's first B requests while they grow.
 
     top_k, width, depth, worth: as in MTPDrafter
     least:    probability below which a node is not kept (Limits.min_prob)
@@ -98,9 +98,9 @@ def grow(drafts: Drafts, level: int, ids: Array, prob: Array, inputs: StepInputs
     args = {
         "ids": ids,
         "prob": prob,
-        "slot": on.slot,
-        "limit": on.draft_nodes,
-        "reach": on.draft_depth,
+        "slot": on.slot[:B],
+        "limit": on.draft_nodes[:B],
+        "reach": on.draft_depth[:B],
         "length": slots.length,
         **_candidates(d),
         "run": d._run,
@@ -122,18 +122,18 @@ def keep(drafts: Drafts, inputs: StepInputs, slots: Slots, results: Results) -> 
     """The likeliest candidates, as many as draft_nodes allows, become the slots' drafts for the next step.
 
     The host is told of them in the results."""
-    C, L = drafts.candidate_prob.shape[1], slots.draft_token.shape[1]
+    B, C, L = drafts.requests, drafts.candidate_prob.shape[1], slots.draft_token.shape[1]
     args = {
         **_candidates(drafts),
-        "slot": inputs.on.slot,
-        "limit": inputs.on.draft_nodes,
+        "slot": inputs.on.slot[:B],
+        "limit": inputs.on.draft_nodes[:B],
         **{name: getattr(slots, name) for name in _DRAFT},
-        **{f"told_{name}": getattr(results, name) for name in _DRAFT},
+        **{f"told_{name}": getattr(results, name)[:B] for name in _DRAFT},
         "C": C,
         "L": L,
         "least": drafts.least,
     }
-    kernels.launch("draft.cu", "keep", drafts.requests, -(-C // 32) * 32, args, constants={"Top": drafts.top_k})
+    kernels.launch("draft.cu", "keep", B, -(-C // 32) * 32, args, constants={"Top": drafts.top_k})
 
 
 def _candidates(drafts: Drafts) -> dict[str, Array]:

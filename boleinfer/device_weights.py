@@ -25,6 +25,7 @@ from boleinfer.checkpoint import Checkpoint, Stored
 from boleinfer.config import ModelConfig
 from boleinfer.device import Array, Fp8
 from boleinfer.plans import Part, Target
+from boleinfer.quantise import drafts_in_fp8, nbytes, quantise
 from boleinfer.weights import BLOCK, Plan, dequantise, float32, match, scale_names, tie
 
 COPIERS = 8  # threads that read the files into staging buffers, at most one a core; more wait for one another
@@ -54,6 +55,9 @@ def load(
             progress(done, total)
     if progress is not None:
         progress(total, total)
+    for name, array in arrays.items():
+        if not isinstance(array, Fp8) and drafts_in_fp8(name, array.shape, array.dtype.itemsize):
+            arrays[name] = quantise(array)
     tie(arrays, config, _equal)
     return arrays
 
@@ -75,12 +79,10 @@ def sizes_of(
     """As `sizes`, of what weights.match gave."""
     found = {}
     for t in targets:
-        n = math.prod(t.shape)
-        if stays_fp8(t, names, stored, act):
-            *lead, rows, width = t.shape
-            found[t.name] = n + 4 * math.prod(lead) * -(-rows // BLOCK) * -(-width // BLOCK)
+        if stays_fp8(t, names, stored, act) or drafts_in_fp8(t.name, t.shape, act.itemsize):
+            found[t.name] = nbytes(t.shape)
         else:
-            found[t.name] = n * kind(t.name, t.shape, act).itemsize
+            found[t.name] = math.prod(t.shape) * kind(t.name, t.shape, act).itemsize
     return found
 
 

@@ -10,8 +10,10 @@ from collections.abc import Iterable
 import numpy as np
 
 from boleinfer import device
-from boleinfer.device import Array
+from boleinfer.device import Array, Fp8
 from boleinfer.ops.embedding import embedding
+from boleinfer.quantise import narrow, nbytes, pays, quantise, scales
+from boleinfer.weights import BLOCK
 
 MORE = 2048  # rows for ids of prompts and answers; the oldest make room for new ones
 
@@ -21,18 +23,42 @@ def rows_of(first: int) -> int:
     return first + MORE
 
 
+def bytes_of(first: int, D: int, itemsize: int) -> int:
+    """Bytes of a DraftHead, of numbers that took so many bytes before."""
+    shape = rows_of(first), D
+    return (nbytes(shape) if in_fp8(first, D, itemsize) else itemsize * rows_of(first) * D) + 4 * rows_of(first)
+
+
+def in_fp8(first: int, D: int, itemsize: int) -> bool:
+    """Whether a DraftHead is in FP8: its later rows then begin a block of their own."""
+    return pays((rows_of(first), D), itemsize) and first % BLOCK == 0
+
+
 class DraftHead:
     """Some rows of a head [vocab, D].
 
     first: the ids that are always there
-    rows: [first + MORE, D]; ids: int32 [first + MORE], the id of each row, -1 where the row is 0 and stands for none
+    rows: [first + MORE, D], or Fp8; ids: int32 [first + MORE], the id of each row, -1 where the row is 0 and stands for
+          none
     """
 
     def __init__(self, head: Array, first: int) -> None:
         self._head, self._first = head, first
-        self.rows = device.empty((rows_of(first), head.shape[1]), head.dtype)
-        device.fill(self.rows, 0)
-        device.write(self.rows[:first], head[:first])
+        D = head.shape[1]
+        if in_fp8(first, D, head.dtype.itemsize):
+            bits = device.empty((rows_of(first), D), np.uint8)
+            scale = np.empty((-(-rows_of(first) // BLOCK), -(-D // BLOCK)), np.float32)
+            frequent = quantise(head[:first])
+            device.write(bits[:first], frequent.bits)
+            scale[: first // BLOCK] = device.download(frequent.scale)
+            scale[first // BLOCK :] = device.download(scales(head[first:])).max(0)  # fits any row that comes
+            self.rows: Array | Fp8 = Fp8(bits, device.upload(scale))
+            later = bits[first:]
+        else:
+            self.rows = device.empty((rows_of(first), D), head.dtype)
+            device.write(self.rows[:first], head[:first])
+            later = self.rows[first:]
+        device.fill(later, 0)
         self.ids = device.upload(np.append(np.arange(first), np.full(MORE, -1)).astype(np.int32))
         self._place: dict[int, int] = {}  # of an id among those that came later
         self._next = 0
@@ -45,7 +71,13 @@ class DraftHead:
             a = self._first + self._next
             ids = np.asarray(now, np.int32)
             device.write(self.ids[a : a + len(now)], ids)
-            device.write(self.rows[a : a + len(now)], embedding(device.upload(ids), self._head))
+            self._put(a, embedding(device.upload(ids), self._head))
             places = range(self._next, self._next + len(now))
             self._place = {t: p for t, p in self._place.items() if p not in places} | dict(zip(now, places))
             self._next = places.stop % MORE
+
+    def _put(self, a: int, rows: Array) -> None:
+        if isinstance(self.rows, Fp8):
+            narrow(rows, self.rows.scale[-1:], self.rows.bits[a : a + len(rows)])
+        else:
+            device.write(self.rows[a : a + len(rows)], rows)

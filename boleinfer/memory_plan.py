@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import NamedTuple
 
 from boleinfer.config import ConfigError, ModelConfig
 from boleinfer.cuda_executor import LARGEST_CAPTURED, SMALLEST, DraftPlan, sampled_rows
 from boleinfer.device_waiting import RING
-from boleinfer.draft_head import rows_of
+from boleinfer.draft_head import bytes_of, rows_of
 from boleinfer.ops.attention import SCRATCH, splits_of
 from boleinfer.ops.linear import most_sums
 from boleinfer.ops.moe import PIECE
@@ -186,9 +187,9 @@ def envelopes(max_rows: int) -> list[int]:
 def workspace(needs: Needs, o: Options) -> int:
     """Bytes of all steps: their bookkeeping, and the pool of everything that passes through them."""
     bookkeeping = sum(_bookkeeping(needs, o, R) for R in envelopes(o.max_rows)) + needs.config.vocab_size
-    short = {rows_of(d.ids) for d in needs.drafting if d.ids is not None}
-    heads = sum(rows for rows in short if rows < needs.config.vocab_size)
-    return pool_bytes(needs, o) + bookkeeping + heads * (needs.act * needs.config.hidden_size + INT)
+    c, short = needs.config, {d.ids for d in needs.drafting if d.ids is not None}
+    heads = sum(bytes_of(ids, c.hidden_size, needs.act) for ids in short if rows_of(ids) < c.vocab_size)
+    return pool_bytes(needs, o) + bookkeeping + heads
 
 
 def pool_bytes(needs: Needs, o: Options) -> int:
@@ -228,7 +229,7 @@ def pass_bytes(needs: Needs, R: int, sampled: int, B: int, context: int) -> int:
         A, F = c.num_experts_per_tok, c.moe_intermediate_size
         ffn = act * (3 * c.shared_expert_intermediate_size + 2 * D) + FLOAT
         routed = min(R, PIECE) * (FLOAT * (c.num_experts + 3 * A) + A * (act * F + FLOAT * D)) + 16 * c.num_experts
-    joined = 4 * act * D if needs.mtp else 0
+    joined = 2 * act * D if needs.mtp else 0
     splits = splits_of(context)
     one_split = FLOAT * splits * Hq * (Dh + 2)
     side = min(min(R, _SIDE_ROWS) * one_split, max(SCRATCH * (Dh + 2) // Dh, one_split))
@@ -237,7 +238,8 @@ def pass_bytes(needs: Needs, R: int, sampled: int, B: int, context: int) -> int:
     split = 2 * R * max(D, values, Hq * Dh, c.intermediate_size) if act == 2 else 0  # of x, for FP8 weights
     logits = 0
     if needs.drafting:
-        logits = 2 * FLOAT * B * max(d.width for d in needs.drafting) * c.vocab_size
+        level = max(n * d.for_requests(n).width for d in needs.drafting for n in (1, B))
+        logits = 2 * FLOAT * level * c.vocab_size
     sampling = FLOAT * c.vocab_size + c.vocab_size // 8 + 16  # and two doubles for 128 logits
     logits = max(logits, sampled * sampling)  # those of the step before are still there
     return (
@@ -251,12 +253,13 @@ def pass_bytes(needs: Needs, R: int, sampled: int, B: int, context: int) -> int:
 
 def _bookkeeping(needs: Needs, o: Options, R: int) -> int:
     """The arrays of cuda_executor's frame of R rows."""
-    B, L, rows, requests, more = min(o.max_batch, R), max(1, o.draft_nodes), 26, 16, 0
-    for d in needs.drafting:
-        nodes = d.width * (d.depth - 1)
-        requests += 10 * nodes + 3 * d.top_k * (1 + nodes) + 5 * d.width
+    B, L, drafts, more = min(o.max_batch, R), max(1, o.draft_nodes), 0, 0
+    for d, n in product(needs.drafting, (1, B)):
+        width = d.for_requests(n).width
+        nodes = width * (d.depth - 1)
+        drafts += n * (10 * nodes + 3 * d.top_k * (1 + nodes) + 5 * width)
         more += 20 * 512
-    return INT * (R * rows + B * (requests + o.pages + 4 * L + 5)) + more + 40 * 512
+    return INT * (R * 26 + B * (16 + o.pages + 4 * L + 5) + drafts) + more + 40 * 512
 
 
 def _widths(c: ModelConfig) -> tuple[int, int]:

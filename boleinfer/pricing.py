@@ -85,10 +85,16 @@ def measure(executor: Executor, o: Options, limit_s: float = LIMIT_S) -> CostTab
                 device.fill(layer.k, 0)
                 device.fill(layer.v, 0)
     executor.capture()
+    ways = range(1, 1 + len(executor.depths))
     scene = _Scene(executor, o)
     try:
-        drafts = [_Cell(B, B, short, way) for way in range(1 + len(executor.depths)) for B in batches]
-        least = scene.rounds([*(_Cell(size, B, short) for size in sizes for B in batches), *drafts], 0.75 * limit_s)
+        drafts = {  # beside the same step that does not draft, of trees in both
+            (way, B): _Cell(next((n for n in sizes if n > max(B, SMALLEST)), sizes[-1]), B, short, way)
+            for way in ways
+            for B in batches
+        }
+        others = [_Cell(B, B, short) for B in batches] + list(drafts.values())
+        least = scene.rounds([*(_Cell(size, B, short) for size in sizes for B in batches), *others], 0.75 * limit_s)
         sizes = [n for n in sizes if all(_Cell(n, B, short) in least for B in batches)]
         ends = sizes[0], sizes[-1]
         least |= scene.rounds([_Cell(size, B, T) for T in longer for size in ends for B in batches], limit_s / 4)
@@ -109,14 +115,11 @@ def measure(executor: Executor, o: Options, limit_s: float = LIMIT_S) -> CostTab
         [[least.get(_Cell(B, B, short), np.inf) + grown(ends[0], B, T) for T in contexts] for B in batches]
     )
     known = gpu and bool(np.isfinite(single).all())
-    tree = (
-        max(0.0, least[_Cell(sizes[0], 1, short)] - single[0, 0]) if known else 0.0
-    )  # single rows have kernels of their own
-    added = {
-        way: np.asarray([max(0.0, least[_Cell(B, B, short, way)] - least[_Cell(B, B, short)] - tree) for B in batches])
-        for way in range(1, 1 + len(executor.depths))
-        if all(_Cell(B, B, short, way) in least for B in batches)
-    }
+    added = {}
+    for way in ways:
+        pairs = [(drafts[way, B], drafts[way, B]._replace(way=0)) for B in batches]
+        if all(cell in least for pair in pairs for cell in pair):
+            added[way] = np.asarray([max(0.0, least[with_draft] - least[without]) for with_draft, without in pairs])
     return CostTable(tuple(sizes), tuple(batches), tuple(contexts), seconds, gpu, added, single if known else None)
 
 

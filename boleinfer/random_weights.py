@@ -23,6 +23,7 @@ from boleinfer.device_weights import kind
 from boleinfer.memory import panels
 from boleinfer.ops.embedding import embedding
 from boleinfer.plans import Shapes, Target
+from boleinfer.quantise import drafts_in_fp8, nbytes, quantise
 from boleinfer.weights import BLOCK
 
 _FP8_UNIT = 64.0  # standard deviation of the stored FP8 numbers; they end at 448
@@ -78,12 +79,12 @@ def sizes(
     found = {}
     for target in plan(config, {}):
         if mtp or not target.name.startswith("mtp."):
-            n = math.prod(target.shape)
-            if fp8 and _is_quantised(target.name) and len(target.shape) > 1:
-                *lead, rows, width = target.shape
-                found[target.name] = n + 4 * math.prod(lead) * -(-rows // BLOCK) * -(-width // BLOCK)
+            name, shape = target.name, target.shape
+            in_fp8 = fp8 and _is_quantised(name) and len(shape) > 1
+            if in_fp8 or drafts_in_fp8(name, shape, act.itemsize):
+                found[name] = nbytes(shape)
             else:
-                found[target.name] = n * kind(target.name, target.shape, act).itemsize
+                found[name] = math.prod(shape) * kind(name, shape, act).itemsize
     return found
 
 
@@ -123,7 +124,8 @@ def _scale(target: Target, config: ModelConfig) -> float:
 def _matrix(target: Target, config: ModelConfig, dtype: np.dtype, fp8: bool, seed: int, stream: int) -> Any:
     scale, shape = _scale(target, config), target.shape
     if not fp8:
-        return normal(shape, dtype, seed, stream, scale)
+        matrix = normal(shape, dtype, seed, stream, scale)
+        return quantise(matrix) if drafts_in_fp8(target.name, shape, dtype.itemsize) else matrix
     blocks = (*shape[:-2], *(-(-n // BLOCK) for n in shape[-2:]))
     scales = np.full(blocks, scale / _FP8_UNIT, np.float32)
     return Fp8(normal(shape, device.dtype("fp8"), seed, stream, _FP8_UNIT), device.upload(scales))

@@ -1,8 +1,8 @@
-// Zero-centred RMS norm of rows, y = x / sqrt(mean x^2 + eps) * (1 + w): alone, after adding to the residual stream, or
-// two of them side by side. Definitions: rms_norm, add_rms_norm, joined_rms_norm in boleinfer/ops/norms.py. Sums in
-// float32; h is rounded to its type before it is normed.
+// Zero-centred RMS norm of rows, y = x / sqrt(mean x^2 + eps) * (1 + w): alone, or after adding to the residual stream.
+// Definitions: rms_norm, add_rms_norm in boleinfer/ops/norms.py. Sums in float32; h is rounded to its type before it is
+// normed.
 //
-// grid: R (joined: R x 2), a block owns a row. block: 32 .. 1024 threads in full warps; a thread owns every blockDim.x-th group of the
+// grid: R, a block owns a row. block: 32 .. 1024 threads in full warps; a thread owns every blockDim.x-th group of the
 // row, 16 bytes where the width and all addresses allow it, else one number. shared: 128 bytes.
 // Read twice: x or h, the second time from L1.
 //
@@ -79,29 +79,5 @@ extern "C" __global__ void __launch_bounds__(1024) add_rms_norm(
   } else {
     add_row<1>(h + row, x + row, D);
     norm_row<1>(h + row, w, out + row, D, eps);
-  }
-}
-
-// out = (norm of a | norm of b)
-extern "C" __global__ void __launch_bounds__(1024) joined_rms_norm(
-    const Act* a,                  // [R, D]
-    const float* __restrict__ wa,  // [D] the stored weight, a delta to 1
-    const Act* b,                  // [R, D]
-    const float* __restrict__ wb,  // [D]
-    Act* out,                      // [R, 2*D]
-    int D,
-    float eps)
-{
-  after_previous();
-  const bool second = blockIdx.y;
-  const long long row = (long long)blockIdx.x * D;
-  const Act* x = (second ? b : a) + row;
-  const float* w = second ? wb : wa;
-  Act* y = out + 2 * row + (second ? D : 0);
-  constexpr int N = PER_16_BYTES<Act>;
-  if (D % N == 0 && aligned16(a, wa, b, wb, out)) {
-    norm_row<N>(x, w, y, D, eps);
-  } else {
-    norm_row<1>(x, w, y, D, eps);
   }
 }

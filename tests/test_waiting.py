@@ -30,7 +30,8 @@ WEIGHTS = {
     | {"shared_down_scale"},
     "moe_plain.cu": {"weights", "scale"},
     "moe_router.cu": {"router", "shared_gate"},
-    "rms_norm.cu": {"w", "wa", "wb"},
+    "mtp_inputs.cu": {"table", "wa", "wb", "inv_freq"},
+    "rms_norm.cu": {"w"},
     "rope_table.cu": {"inv_freq"},
 }
 

@@ -38,20 +38,7 @@ def add_rms_norm(h: Array, x: Array, w: Array, eps: float) -> Array:
     return out
 
 
-def joined_rms_norm(a: Array, wa: Array, b: Array, wb: Array, eps: float) -> Array:
-    """rms_norm(a, wa, eps) and rms_norm(b, wb, eps) side by side: what the MTP layer's first matrix is applied to.
-
-    a, b: [R, D]; wa, wb: [D]; -> [R, 2D] in the type of a. Source: Qwen3-Next's multi-token prediction in vLLM.
-    """
-    if not device.on_gpu(a):
-        return np.concatenate((rms_norm(a, wa, eps), rms_norm(b, wb, eps)), axis=-1)
-    R, D = a.shape
-    out = device.empty((R, 2 * D), a.dtype)
-    _launch_rows("joined_rms_norm", (R, 2), a, {"a": a, "wa": wa, "b": b, "wb": wb, "out": out, "D": D, "eps": eps})
-    return out
-
-
-def _launch_rows(name: str, grid: int | tuple[int, int], x: Array, args: dict[str, Any]) -> None:
+def _launch_rows(name: str, grid: int, x: Array, args: dict[str, Any]) -> None:
     """A kernel of rms_norm.cu: a block for each row of x, as many threads as the row has groups of 16 bytes."""
     threads = -(-x.shape[-1] * x.itemsize // 16)
     block = min(1024, -(-threads // 32) * 32)
@@ -103,20 +90,6 @@ def _add_case(R: int, D: int) -> Case:
     )
 
 
-def _joined_case(R: int, D: int) -> Case:
-    return Case(
-        f"R={R} D={D}",
-        lambda rng: {
-            "a": 0.02 * rng.standard_normal((R, D)),
-            "wa": 0.2 * rng.standard_normal(D),
-            "b": 5 * rng.standard_normal((R, D)),
-            "wb": 0.2 * rng.standard_normal(D),
-            "eps": 1e-6,
-        },
-        wide=("wa", "wb"),
-    )
-
-
 def _gated_case(R: int, Hv: int, V: int) -> Case:
     return Case(
         f"R={R} Hv={Hv} V={V}",
@@ -135,6 +108,5 @@ _ROWS = [(1, 1), (3, 63), (65, 65), (1, 1024), (16, 2048), (64, 5120), (7, 8192)
 CASES = {
     "rms_norm": [_rms_case(*sizes) for sizes in _ROWS],
     "add_rms_norm": [_add_case(*sizes) for sizes in _ROWS],
-    "joined_rms_norm": [_joined_case(*sizes) for sizes in _ROWS],
     "gated_rms_norm": [_gated_case(R, Hv, V) for R, Hv, V in [(1, 1, 3), (3, 5, 63), (65, 2, 65), (16, 32, 128)]],
 }

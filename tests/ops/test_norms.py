@@ -88,12 +88,3 @@ def test_the_residual_is_added_in_place_before_the_norm(dtype):
     out = norms.add_rms_norm(h, x, w, 1e-6)
     assert out.dtype == dtype and np.array_equal(h, kept)
     assert np.array_equal(out, norms.rms_norm(kept, w, 1e-6))
-
-
-def test_two_norms_side_by_side():
-    rng = np.random.default_rng(7)
-    (a, b), (wa, wb) = rng.standard_normal((2, 3, 10)), rng.standard_normal((2, 10))
-    out = norms.joined_rms_norm(a, wa, b, wb, 1e-6)
-    assert out.shape == (3, 20)
-    np.testing.assert_allclose(out[:, :10], loop_rms(a, 1e-6) * (1 + wa), rtol=1e-13)
-    np.testing.assert_allclose(out[:, 10:], loop_rms(b, 1e-6) * (1 + wb), rtol=1e-13)

@@ -6,7 +6,7 @@ import pytest
 from boleinfer import device
 from boleinfer.kernels import KernelError
 from boleinfer.ops.embedding import embedding
-from boleinfer.ops.norms import add_rms_norm, gated_rms_norm, joined_rms_norm, rms_norm
+from boleinfer.ops.norms import add_rms_norm, gated_rms_norm, rms_norm
 
 ACTS = [("bf16", 4e-3), ("float", 1e-6)]
 
@@ -54,8 +54,6 @@ def test_addresses_that_are_no_multiple_of_16(gpu, act, bound, D):
     wide = [a.astype(np.float64) for a in (x, h, w)]
     on = device.upload(w)
     near(rms_norm(shifted(x, 1), on, 1e-6), rms_norm(wide[0], wide[2], 1e-6), bound)
-    joined = joined_rms_norm(shifted(x, 3), on, device.upload(h), shifted(w, 1), 1e-6)
-    near(joined, joined_rms_norm(wide[0], wide[2], wide[1], wide[2], 1e-6), bound)
     changed = shifted(h, 1)
     out = add_rms_norm(changed, device.upload(x), on, 1e-6)
     summed = (h.astype(np.float32) + x.astype(np.float32)).astype(h.dtype)
@@ -77,7 +75,6 @@ def test_a_row_has_the_same_bits_in_any_company_and_a_nan_row_spoils_only_itself
             for out in (
                 rms_norm(device.upload(a), w, 1e-6),
                 add_rms_norm(device.upload(a), device.upload(b), w, 1e-6),
-                joined_rms_norm(device.upload(a), w, device.upload(b), w, 1e-6),
                 gated_rms_norm(device.upload(a.reshape(heads)), device.upload(b.reshape(heads)), w[: D // 2], 1e-6),
             )
         ]
@@ -106,7 +103,7 @@ def test_rows_of_a_table(gpu, act, dtype):
 def test_no_row_is_no_launch(gpu):
     none, w = device.upload(np.zeros((0, 8), np.float32)), device.upload(np.zeros(8, np.float32))
     heads = none.reshape(0, 2, 4)
-    for out in (rms_norm(none, w, 1e-6), add_rms_norm(none, none, w, 1e-6), joined_rms_norm(none, w, none, w, 1e-6)):
+    for out in (rms_norm(none, w, 1e-6), add_rms_norm(none, none, w, 1e-6)):
         assert len(out) == 0
     assert gated_rms_norm(heads, heads, w[:4], 1e-6).shape == (0, 2, 4)
     assert embedding(device.upload(np.zeros(0, np.int32)), device.upload(np.ones((3, 8), np.float32))).shape == (0, 8)
