@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from boleinfer import bench_tables, bench_tree, device, timing
-from boleinfer.device import Array
+from boleinfer.device import Array, Fp8
 from boleinfer.forest import Tree
 from boleinfer.ops import linear as products
 from boleinfer.ops.linear import linear, swiglu
@@ -65,20 +66,30 @@ def random(*shape: int, scale: float = 1.0) -> Array:
 
 
 def linear_rows(read_gb_s: float) -> Iterator[dict[str, Any]]:
-    """linear and cuBLAS with each matrix and number of rows; bytes: the matrix, x and the result once."""
-    for Dout, Din in LINEAR:
-        n = timing.copies(2 * Dout * Din, least=2)
-        matrices = random(n, Dout, Din, scale=Din**-0.5)
+    """linear with each matrix, in bf16 beside cuBLAS and in FP8, and number of rows; bytes: all arrays once."""
+    for weights, (Dout, Din) in itertools.product(("bf16", "fp8"), LINEAR):
+        nbytes = Dout * Din * (2 if weights == "bf16" else 1)
+        n = timing.copies(nbytes, least=2)
+        matrices = [matrix(Dout, Din, weights) for _ in range(n)]
         many = [matrices[i % n] for i in range(max(n, 16))]
-        for R in LINEAR_ROWS:
+        for R in LINEAR_ROWS if weights == "bf16" else [R for R in LINEAR_ROWS if R <= products.SOME_ROWS]:
             x = random(R, Din)
-            out = device.empty((R, Dout), x.dtype)
             with own_products():
                 us = timing.calls_us([functools.partial(linear, x, w) for w in many])
-            made = row({"Dout": Dout, "Din": Din, "R": R}, us, 2 * (Dout * Din + R * (Din + Dout)), read_gb_s)
-            if products.has_cublas():
+            sizes: dict[str, int | str] = {"weights": weights, "Dout": Dout, "Din": Din, "R": R}
+            made = row(sizes, us, nbytes + 2 * R * (Din + Dout), read_gb_s)
+            if weights == "bf16" and products.has_cublas():
+                out = device.empty((R, Dout), x.dtype)
                 made["cublas_us"] = timing.calls_us([functools.partial(products.gemm, x, w, out) for w in many])
             yield made
+
+
+def matrix(Dout: int, Din: int, weights: str) -> Array | Fp8:
+    """A random matrix, bf16, or FP8 whose scales are 1."""
+    if weights == "bf16":
+        return random(Dout, Din, scale=Din**-0.5)
+    scale = np.ones((-(-Dout // products.SCALED), -(-Din // products.SCALED)), np.float32)
+    return Fp8(normal((Dout, Din), device.dtype("fp8"), 0, 0, 1.0), device.upload(scale))
 
 
 @contextlib.contextmanager

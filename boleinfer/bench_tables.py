@@ -69,14 +69,15 @@ def verify(record: Record) -> str:
 def kernels(record: Record) -> str:
     """kernels.json, kind by kind."""
     parts = [f"{_machine(record)}: microseconds, and the share of {record['read_gb_s']:,.0f} GB/s."]
-    if linear := record.get("linear"):
+    for weights, title in (("bf16", "linear, beside cuBLAS"), ("fp8", "linear, FP8 weights")):
+        linear = [r for r in record.get("linear", ()) if r.get("weights", "bf16") == weights]
         counts = sorted({r["R"] for r in linear})
         lines = []
         for sizes in dict.fromkeys((r["Dout"], r["Din"]) for r in linear):
             found = {r["R"]: r for r in linear if (r["Dout"], r["Din"]) == sizes}
             lines.append((f"{sizes[0]} x {sizes[1]}", *(_beside(found[n]) if n in found else "" for n in counts)))
-        titles = ("linear, beside cuBLAS", *map(_rows, counts))
-        parts.append(_table(titles, lines))
+        if lines:
+            parts.append(_table((title, *map(_rows, counts)), lines))
     if small := record.get("small"):
         counts = sorted({r["R"] for r in small})
         lines = [

@@ -204,10 +204,12 @@ def test_kernels(pretend, monkeypatch, tmp_path, capsys):
     file = tmp_path / "kernels.json"
     assert cli.main(["bench", "kernels", "-o", str(file)]) == 0
     record = json.loads(file.read_text())
-    assert len(record["linear"]) == 4 and all(row["cublas_us"] >= 0 for row in record["linear"])
+    assert [row["weights"] for row in record["linear"]] == ["bf16"] * 4 + ["fp8"] * 4
+    assert all(("cublas_us" in row) == (row["weights"] == "bf16") for row in record["linear"])
     assert [(r["T"], r["N"]) for r in record["attention"]] == [(0, 70)]
     assert [(r["B"], r["N"]) for r in record["gdn"]] == [(1, 70)]
-    assert "| 64 x 32 |" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "| 64 x 32 |" in shown and "FP8 weights" in shown
 
 
 def test_start(pretend, monkeypatch, tmp_path, capsys):
