@@ -178,7 +178,9 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 1 + X_WARPS), 1) li
   const Units units{row_tiles, Whole, Parts, chunks, row_tiles * (Whole + (tiles - Whole) * Parts)};
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Depth; i++) make_barrier(full[i], 1 + X_WARPS), make_barrier(empty[i], WARPS);
+    for (int i = 0; i < Depth; i++) {
+      make_barrier(full[i], 1 + (SPLITS ? AT_ONCE : X_WARPS)), make_barrier(empty[i], WARPS * READERS);
+    }
     barriers_made();
   }
   __syncthreads();
@@ -236,8 +238,7 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 1 + X_WARPS), 1) li
     }
     if (next == blockIdx.x) after_previous();
     if constexpr (FP8) {
-      const float* const of_lane = (SPLITS ? ring.inverse : inverse + unit.row) + 2 * (lane % 4);
-      multiply_scaled(sum, factors, of_lane, SPLITS ? Rows : Pad, unit, ring, turn);
+      multiply_scaled(sum, factors, inverse + unit.row, Pad, unit, ring, turn);
     } else {
       multiply(sum, unit, ring, turn);
     }

@@ -13,6 +13,7 @@ constexpr int X_TILE = Rows * ROW_BYTES, X_BYTES = X_TILES * X_TILE, W_BYTES = S
 constexpr int PLACE = X_BYTES + W_BYTES;
 constexpr int SUMS = Rows / 2, QUADS = SUMS / 4;  // of a lane and slab; fours of them, for eight rows each
 constexpr int MOST = 24;                          // places of a ring
+constexpr int READERS = SPLITS ? Rows : 1;        // lanes of a warp that say that a place is empty: all that read of it
 
 // A piece of work: chunks begin .. end - 1 of a tile. part: which of Parts, -1 when it is all of k.
 struct Unit {

@@ -43,7 +43,7 @@ __device__ __forceinline__ void split_all(
         }
         fence_writes();
         __syncwarp();
-        if (threadIdx.x % WARP == 0) arrive(ring.full[turn.place]);
+        if (lane == 0) arrive(ring.full[turn.place]);
         turn.advance();
       }
     }
@@ -67,8 +67,7 @@ struct Factors {
 };
 
 // sum += the products of N chunks, each on its own, then scaled: tensor cores keep some 14 bits while they add up E4M3
-// products. inverse: 1 / s of the lane's rows in the first chunk or, SPLITS, the first place of the ring; those of the
-// next are Pad numbers further.
+// products. inverse: 1 / s of the rows in the first chunk, Pad numbers before those in the next; SPLITS: not used.
 template <int N, int S>
 __device__ __forceinline__ void add_scaled(
     float (&sum)[SLABS][S], Factors& factors, const float* inverse, int Pad, int chunk, int end, const Ring& ring,
@@ -87,9 +86,19 @@ __device__ __forceinline__ void add_scaled(
   for (int n = 0; n < N; n++, turn.advance()) {
     place[n] = turn.place;
     wait(ring.full[turn.place], turn.parity);
-    const float* const units = inverse + (SPLITS ? turn.place : chunk + n) * Pad;
+    if constexpr (SPLITS) {
+      const float of_row = lane < Rows ? ring.inverse[turn.place * Rows + lane] : 0.0f;
 #pragma unroll
-    for (int q = 0; q < QUADS; q++) unit_of[n][q] = *reinterpret_cast<const float2*>(units + 8 * q);
+      for (int q = 0; q < QUADS; q++) {
+        const int row = 8 * q + 2 * (lane % 4);
+        unit_of[n][q] = {__shfl_sync(ALL_LANES, of_row, row), __shfl_sync(ALL_LANES, of_row, row + 1)};
+      }
+    } else {
+#pragma unroll
+      for (int q = 0; q < QUADS; q++) {
+        unit_of[n][q] = *reinterpret_cast<const float2*>(inverse + (chunk + n) * Pad + 8 * q + 2 * (lane % 4));
+      }
+    }
   }
 #pragma unroll
   for (int part = 0; part < 2; part += TOGETHER) {
@@ -104,10 +113,9 @@ __device__ __forceinline__ void add_scaled(
     wgmma_end();
     wgmma_wait<0>();
     if (part + TOGETHER == 2) {
-      __syncwarp();
 #pragma unroll
       for (int n = 0; n < N; n++) {
-        if (lane == 0) arrive(ring.empty[place[n]]);
+        if (lane < READERS) arrive(ring.empty[place[n]]);
       }
     }
 #pragma unroll
