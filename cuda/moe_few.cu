@@ -2,8 +2,11 @@
 // down (silu(gate x) * up x), and then sigmoid(gate) times the shared expert's; bf16 x, bf16 or FP8 weights. Definition:
 // boleinfer/ops/moe.py. Sums in float32; hidden is rounded to bf16.
 //
-// grid: at most one block a multiprocessor, all there at once: they wait for one another between the two products. block:
-// Places warps. Each has a place in shared memory for a unit's weights: it asks for whole rows of them, waits, multiplies,
+// grid: at most one block a multiprocessor, all there at once: they wait for one another between the two products. That
+// they all come: each finds room on an empty multiprocessor; kernels before this one end without it, and give theirs back;
+// blocks of the next one start when every block here has passed after_previous(), so they take nobody's room; and a stream
+// has the device to itself, since two such kernels side by side could each hold what the other waits for.
+// block: Places warps. Each has a place in shared memory for a unit's weights: it asks for whole rows of them, waits, multiplies,
 // and asks for its next unit. A unit is first two features of an expert, with their rows of gate and of up, for any warp
 // that is free (multiprocessors read at different speeds), and then 16 numbers of an expert's out, of which a block has
 // all experts. So memory is busy all the time: the shared expert's weights are under way before x and the scores are
