@@ -11,7 +11,6 @@ from boleinfer import device, kernels
 from boleinfer.device import Array
 
 FILE = "linear_hopper.cu"
-SPLIT_ROWS = 32  # of a tile, up to which the kernel splits x for FP8 w itself
 FIXED_ROWS = 128  # up to which a row's bits do not depend on the rows beside it
 LONG, SHORT = 200 * 1024, 106 * 1024  # bytes of a ring; two blocks with SHORT ones fit on a multiprocessor
 LONG_FROM = 384 * 1024  # bytes that a block reads from which it has a LONG one
@@ -58,12 +57,6 @@ def cut(widths: tuple[int, ...], row_bytes: int, slabs: int, processors: int) ->
     return min(candidates, key=cost)
 
 
-def tile_rows(R: int, fp8: bool, gated: bool) -> int:
-    """Rows of a tile of a product of so many."""
-    most = (32 if gated else 64) if fp8 else (128 if gated or R <= FIXED_ROWS else 256)
-    return next(n for n in (8, 16, 32, 64, 128, 256) if n >= min(R, most))
-
-
 def product(
     x: Array,
     w: Array,
@@ -79,18 +72,17 @@ def product(
 ) -> None:
     """out = x w^T of bf16 x [R, Din] and w [Dout, Din]; gated: of its halves silu(gate) * up.
 
-    FP8 w: scale multiplies its blocks; with tiles of more than SPLIT_ROWS, x is what linear.split_rows makes of it,
-    [2 R, Din], and so is `inverse`
-    w_more: [More, Din] of bf16 like w, and more = x w_more^T in float32, in the same launch
+    FP8 w: scale multiplies its blocks; x is what linear.split_rows makes of it, [2 R, Din], and so is `inverse`
+    w_more: [More, Din] of the type of w, and more = x w_more^T in float32, in the same launch
     use, allowed, largest: as in linear.head
     Rows of x and of w are whole 16-byte words at multiples of 16 bytes. Raises KernelError for what does not fit."""
-    (Xr, Din), Dout, fp8 = x.shape, len(w), scale is not None
-    R = Xr // 2 if inverse is not None else Xr
+    (Xr, Din), Dout, fp8 = x.shape, len(w), inverse is not None
+    R = Xr // 2 if fp8 else Xr
     slabs, processors, chunks = 1 + gated, device.multiprocessors(), -(-Din * w.itemsize // 128)
     widths = (Dout // slabs,) if w_more is None else (Dout // slabs, len(w_more))
     c = cut(widths, Din * w.itemsize, slabs, processors) if R <= FIXED_ROWS else Cut(2, Cut(2, 0, 1).tiles(*widths), 1)
-    rows = tile_rows(R, fp8, gated)
-    splits = fp8 and rows <= SPLIT_ROWS
+    most = (32 if gated else 64) if fp8 else (128 if gated or R <= FIXED_ROWS else 256)
+    rows = next(n for n in (8, 16, 32, 64, 128, 256) if n >= min(R, most))
     row_tiles, cut_tiles = -(-R // rows), c.tiles(*widths) - c.whole
     units = row_tiles * (c.whole + cut_tiles * c.parts)
     place = 8192 * c.groups * slabs + 128 * rows * (1 + fp8)
@@ -101,15 +93,7 @@ def product(
     if cut_tiles:
         sums = device.empty(row_tiles * cut_tiles * c.parts * 64 * c.groups * slabs * rows, np.float32)
         tickets = device.counters(row_tiles * cut_tiles * 4 * c.groups)
-    arrays = {
-        "x": None if splits else x,
-        "unsplit": x if splits else None,
-        "w": w,
-        "w_more": w_more,
-        "scale": scale,
-        "sums": sums,
-        "tickets": tickets,
-    }
+    arrays = {"x": x, "w": w, "w_more": w_more, "scale": scale, "sums": sums, "tickets": tickets}
     arrays |= {"use": use, "allowed": allowed, "largest": largest, "inverse": inverse}
     sizes = {"R": R, "Xr": Xr, "Ldx": x.strides[0] // x.itemsize if Xr > 1 else Din, "Din": Din, "Dout": Dout}
     sizes["Pad"] = 0 if inverse is None else inverse.shape[1]
@@ -120,7 +104,7 @@ def product(
         FILE,
         "linear_hopper",
         min(processors, units),
-        32 * (4 * c.groups + (5 if splits else 2)),
+        32 * (4 * c.groups + 2),
         {**arrays, "out": out, "more": more, **sizes},
         shared=1024 + depth * place,
         constants={"Wt": device.c_type(w), "Out": device.c_type(out), **tile},

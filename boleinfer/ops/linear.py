@@ -89,8 +89,7 @@ def linear_pair(x: Array, w: Array | Fp8, more: Array | Fp8) -> tuple[Array, Arr
     bf16 = all(not isinstance(m, Fp8) and device.c_type(m) == "bf16" for m in (x, w, more))
     R, Din = x.shape
     if not (bf16 and 0 < R <= SOME_ROWS and _whole_words(x, w) and kernels.runs_here(hopper.FILE)):
-        second = linear(x, more, np.float32)  # the small one first: meanwhile the other's weights are on their way
-        return linear(x, w), second
+        return linear(x, w), linear(x, more, np.float32)
     assert not isinstance(w, Fp8) and not isinstance(more, Fp8)
     out, second = device.empty((R, len(w)), x.dtype), device.empty((R, len(more)), np.float32)
     hopper.product(x, w, None, out, w_more=more, more=second)
@@ -203,9 +202,8 @@ def _linear_gpu(x: Array, w: Array | Fp8, dtype: Any, gated: bool = False) -> Ar
 
 
 def _on_hopper(x: Array, bits: Array, scale: Array | None, out: Array, **more: Any) -> None:
-    """hopper.product, of FP8 w and many rows with x split."""
-    tall = hopper.tile_rows(len(x), scale is not None, more.get("gated", False)) > hopper.SPLIT_ROWS
-    x, inverse = split_rows(x) if scale is not None and tall else (x, None)
+    """hopper.product, of FP8 w with x split."""
+    x, inverse = (x, None) if scale is None else split_rows(x)
     hopper.product(x, bits, scale, out, inverse=inverse, **more)
 
 
