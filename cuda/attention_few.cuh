@@ -32,6 +32,7 @@ struct Share<8> {
   __device__ __forceinline__ static void prepare(Shared& shared) { make_barrier(shared.met, 4 * WARP); }
   static constexpr int EXTRA = 512;  // numbers behind q: the weights, 8 queries by 64 slots
 
+  static constexpr int first_query = 0;
   float o[PANELS][4], m[2], l[2];
   Shared& shared;
   Meeting meet;
@@ -124,6 +125,7 @@ struct Share<8> {
     wgmma_end();
   }
 
+  static constexpr bool HOLDS = true;  // earlier leaves itself
   float all_o[PANELS][4], all_m[2], all_l[2];
 
   // Joins the leaf to those before, which `memory` need not hold.

@@ -1,12 +1,16 @@
-// Attention of 64 queries by each warpgroup: queries are the rows of its products, 16 of them a warp's.
+// Attention of 64 queries by a warpgroup: queries are the rows of its products, 16 of them a warp's.
 //
+// Of 128 queries each warpgroup has 64. Of 64 queries both make all scores, and each the sums of half of V's columns: they
+// have room for those of the leaves before then, and where 64 queries come, the products have to wait for memory anyway.
 // The scores' fragments are, in pairs, those of the weights in the next product, so nothing passes through shared memory.
 #pragma once
 
 #include "attention_tile.cuh"
 
 constexpr int NS = SPLIT / 8;  // 8-slot products of scores
-constexpr int NV = Dh / 8;     // 8-column products of values
+constexpr bool HALVES = Rows == 64 && Dh > 64;  // of the columns, by two warpgroups
+constexpr int COLUMNS = HALVES ? Dh / 2 : Dh;   // of a warpgroup
+constexpr int NV = COLUMNS / 8;                 // 8-column products of values
 
 // d += p v of 16 slots and N / 2 columns from the panel v on
 #ifdef EMULATED
@@ -60,10 +64,6 @@ VALUES(256, D128, 128, 129, 130, 131, 132, SIXTY_FOUR(0), SIXTY_FOUR(64))
 #undef VALUES
 #endif
 
-#ifndef ACROSS
-constexpr int ACROSS = Dh;  // columns that one product takes
-#endif
-
 // Queries g + 8 h of the warp's 16: of slots (of columns) 8 n + 2 t, + 1 in elements 2 h, + 1 of n.
 template <int Rows>
 struct Share {
@@ -72,6 +72,8 @@ struct Share {
   static constexpr int EXTRA = 0;
 
   float o[NV][4], m[2], l[2];
+  const int first_query = threadIdx.x / WARP % (HALVES ? 4 : 8) * 16;  // of the warp
+  const int first_column = HALVES ? threadIdx.x / 128 * COLUMNS : 0;
 
   __device__ __forceinline__ Share(Shared&, bf16*) { clear(); }
 
@@ -86,7 +88,7 @@ struct Share {
 
   __device__ __forceinline__ void begin_scores(const bf16* q, const bf16* k) {
     float(&d)[4 * NS] = reinterpret_cast<float(&)[4 * NS]>(s);
-    q += threadIdx.x / 128 * TILE;
+    if (!HALVES) q += threadIdx.x / 128 * TILE;
 #pragma unroll
     for (int i = 0; i < 4 * NS; i++) d[i] = 0.0f;
     wgmma_begin();
@@ -152,37 +154,51 @@ struct Share {
   __device__ __forceinline__ void begin_add(const bf16* v) {
     wgmma_begin();
 #pragma unroll
-    for (int i = 0; i < KS; i++)
-#pragma unroll
-      for (int col = 0; col < Dh; col += ACROSS) {
-        multiply_values(reinterpret_cast<float(&)[ACROSS / 2]>(o[col / 8]), p[i], v + col / 64 * PANEL, i);
-      }
+    for (int i = 0; i < KS; i++) {
+      multiply_values(reinterpret_cast<float(&)[4 * NV]>(o), p[i], v + first_column / 64 * PANEL, i);
+    }
     wgmma_end();
   }
 
+  static constexpr bool HOLDS = HALVES;  // earlier leaves itself
+  float4 all_o[2][HOLDS ? NV / 2 : 1];
   float all_m[2], all_l[2];
 
-  // Joins the leaf to those before, which lie in memory.
+  // Joins the leaf to those before; they are held here, or lie in memory.
   __device__ __forceinline__ void fold(const Queries<Rows>& queries, float* memory, bool first, bool last) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const int place = queries.place[query(h)];
-      float2* kept = reinterpret_cast<float2*>(memory + (long long)max(place, 0) * Dh) + threadIdx.x % 4;
+      float2 by = {0.0f, 1.0f};
       if (!first) {
-        const float2 by = join_factors(all_m[h], m[h]);
+        by = join_factors(all_m[h], m[h]);
         m[h] = all_m[h], l[h] = joined(all_l[h], l[h], by);
-        if (place >= 0) {
+      }
+      all_m[h] = m[h], all_l[h] = l[h];
+      if constexpr (HOLDS) {
+#pragma unroll
+        for (int n = 0; n < NV; n += 2) {
+          float4& all = all_o[h][n / 2];
+          float(&a)[4] = o[n], (&b)[4] = o[n + 1];
+          if (!first) {
+            a[2 * h] = joined(all.x, a[2 * h], by), a[2 * h + 1] = joined(all.y, a[2 * h + 1], by);
+            b[2 * h] = joined(all.z, b[2 * h], by), b[2 * h + 1] = joined(all.w, b[2 * h + 1], by);
+          }
+          if (!last) all = float4{a[2 * h], a[2 * h + 1], b[2 * h], b[2 * h + 1]};
+        }
+      } else {  // all reads before any write: they would wait for one another
+        const int place = queries.place[query(h)];
+        float2* kept = reinterpret_cast<float2*>(memory + (long long)max(place, 0) * Dh) + threadIdx.x % 4;
+        if (place >= 0 && !first) {
 #pragma unroll
           for (int n = 0; n < NV; n++) {
             const float2 before = kept[4 * n];
             o[n][2 * h] = joined(before.x, o[n][2 * h], by), o[n][2 * h + 1] = joined(before.y, o[n][2 * h + 1], by);
           }
         }
-      }
-      all_m[h] = m[h], all_l[h] = l[h];
-      if (!last && place >= 0) {
+        if (place >= 0 && !last) {
 #pragma unroll
-        for (int n = 0; n < NV; n++) kept[4 * n] = float2{o[n][2 * h], o[n][2 * h + 1]};
+          for (int n = 0; n < NV; n++) kept[4 * n] = float2{o[n][2 * h], o[n][2 * h + 1]};
+        }
       }
     }
   }
@@ -194,8 +210,9 @@ struct Share {
 #pragma unroll
     for (int h = 0; h < 2; h++)
 #pragma unroll
-      for (int n = 0; n < NV; n++) visit(h, query(h), 8 * n + threadIdx.x % 4 * 2, o[n] + 2 * h);
+      for (int n = 0; n < NV; n++) visit(h, query(h), first_column + 8 * n + threadIdx.x % 4 * 2, o[n] + 2 * h);
   }
-  __device__ __forceinline__ static int query(int i) { return threadIdx.x / WARP * 16 + threadIdx.x % WARP / 4 + 8 * i; }
-  __device__ __forceinline__ static bool tells() { return threadIdx.x % 4 == 0; }  // its queries' m and l: one thread for each
+  __device__ __forceinline__ int query(int i) const { return first_query + threadIdx.x % WARP / 4 + 8 * i; }
+  // Its queries' m and l: one thread for each
+  __device__ __forceinline__ bool tells() const { return threadIdx.x % 4 == 0 && first_column == 0; }
 };

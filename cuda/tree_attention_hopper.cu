@@ -3,24 +3,26 @@
 //
 // A block belongs to a tile of Rows queries of one KV head and takes a run of its leaves. Where there are more blocks than
 // tiles, equally long runs of a tile are worked on side by side, and the last few blocks to finish share the joining of the
-// leaves. A run that has the tile to itself joins its leaves in turn; to a long prompt all is one leaf.
+// leaves. The first run joins its own in turn, where registers hold them or nobody works beside it; to a long prompt all is
+// one leaf.
 // At few rows and short contexts what runs once costs by its instructions, which come from L2: it is kept short, and loops
 // that could be unrolled are not.
 //
-// grid: at least as many blocks as there may be tiles, Hkv. block: a warpgroup for 64 queries each (one for Rows = 8), and a
+// grid: Hkv, at least as many blocks as there may be tiles. block: two warpgroups that multiply (one for Rows = 8), and a
 // warp that asks for K and V, page by page, into a ring of Stages tiles of 64 slots of either.
 // shared: 1 KB + 2 bytes x ((Rows + 64 Stages) Dh + 512): q, the ring, weights of Rows = 8.
 // Read twice: the KV of a request, once for each of its tiles, from L2.
 //
 // spills: addresses, once a leaf
 // arch: 90a
-// sizes: Dh=64,128,256 Rows=8 Ratio=4 Stages=6 Act=bf16 | Dh=64,128,256 Rows=64 Ratio=4 Stages=6 Act=bf16
+// sizes: Dh=64,128,256 Rows=8 Ratio=4 Stages=6 Act=bf16 | Dh=64,128 Rows=64 Ratio=4 Stages=8 Act=bf16
+// sizes: Dh=256 Rows=64 Ratio=4 Stages=6 Act=bf16
 // sizes: Dh=64,128 Rows=128 Ratio=6 Stages=8 Act=bf16 | Dh=256 Rows=128 Ratio=6 Stages=4 Act=bf16
 #include "arrival.cuh"
 #include "attention_few.cuh"
 #include "attention_wide.cuh"
 
-constexpr int GROUPS = (Rows + 63) / 64, WARPS = 4 * GROUPS;                   // that multiply
+constexpr int GROUPS = Rows == 128 || (Rows == 64 && Dh > 64) ? 2 : 1, WARPS = 4 * GROUPS;  // that multiply
 constexpr int THREADS = WARP * WARPS + (GROUPS == 1 ? WARP : 4 * WARP);        // and those that ask
 constexpr int PITCH = Dh + 8;                                                  // of results in shared memory
 
@@ -73,7 +75,7 @@ struct Place {
   long long out, gate;
 
   __device__ __forceinline__ Place(const QueryTile& tile, int j, int Hq, int Ldg) {
-    const int i = tile.first + j, row = tile.q_row + i / Ratio, head = int(blockIdx.y) * Ratio + i % Ratio;
+    const int i = tile.first + j, row = tile.q_row + i / Ratio, head = int(blockIdx.x) * Ratio + i % Ratio;
     out = ((long long)row * Hq + head) * Dh, gate = (long long)row * Ldg + head * Dh;
   }
 };
@@ -138,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(
   __shared__ Share<Rows>::Shared shared;
   bf16* q_tile = reinterpret_cast<bf16*>(arena);
   bf16* ring = q_tile + Rows * Dh + Share<Rows>::EXTRA;
-  const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP, head = blockIdx.y;
+  const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP, head = blockIdx.x;
   query.clear();
   if (threadIdx.x == WARP * WARPS) {
 #pragma unroll 1
@@ -154,8 +156,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(
   const Trees forest = {rows, request, ancestors, chain, start, committed, B, Rq};
   int worker = 0, workers = 1, tiles = 1, number = 0;
   const QueryTile tile = find_tile<CLASS>(forest, Rows, Ratio, Room, Splits, M * P, [&](int count) {
-    tiles = max(1, count), workers = max(1, quotient(Blocks, tiles)), worker = quotient(blockIdx.x, tiles);
-    number = blockIdx.x - worker * tiles;
+    tiles = max(1, count), workers = max(1, quotient(Blocks, tiles)), worker = quotient(blockIdx.y, tiles);
+    number = blockIdx.y - worker * tiles;
     return worker < workers ? tiles - 1 - number : -1;
   });
   if (tile.request < 0) return after_previous();
@@ -223,8 +225,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(
   Meeting meet{prepared};
   meet();
 
-  const int free = Rows == 8 ? tile.T : query.all_see(16 * warp), seen = query.all_seen();  // slots
   Share<Rows> x(shared, q_tile);
+  const int free = Rows == 8 ? tile.T : query.all_see(x.first_query), seen = query.all_seen();  // slots
   Turn keys{0}, values{1};
   const auto begin_scores = [&]() {
     wait(full[keys.place], keys.parity);
@@ -274,10 +276,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(
       wgmma_wait<0>();
       release(values);
     }
-    if (workers == 1) {
+    if (x.HOLDS ? worker == 0 : workers == 1) {
       x.fold(query, part_o, l == 0, key >= stop);
-      if (key >= stop) break;
-      continue;
+      if (key < stop) continue;
+      if (workers == 1) break;
     }
     x.each([&](int, int j, int col, const float* o) {
       if (query.place[j] >= 0) put(part_o + (long long)(query.place[j] + l) * Dh + col, o);
@@ -303,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(
     rank = arrives_among_last(arrived + number * Hkv + head, workers, ranks);
     if (rank < 0) return;
   }
-  const int member = threadIdx.x % AT_ONCE;
+  const int first = x.HOLDS ? max(0, quotient(leaves, workers) - 1) : 0, member = threadIdx.x % AT_ONCE;
   float* own = reinterpret_cast<float*>(ring) + threadIdx.x * EACH;
 #pragma unroll 1
   for (int word = rank * (WARP * WARPS) + threadIdx.x; word < words; word += ranks * (WARP * WARPS)) {
@@ -317,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(
     } else {
       float m = -inf();
 #pragma unroll 1
-      for (int from = 0; from < leaves; from += AT_ONCE) {
+      for (int from = first; from < leaves; from += AT_ONCE) {
         const int count = min(AT_ONCE, leaves - from);
         const float* part = part_o + (long long)(place + from) * Dh + col;
 #pragma unroll 4

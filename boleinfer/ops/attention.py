@@ -153,9 +153,9 @@ def _launch_hopper(
     args |= {"k": k, "v": v, "Box": _box(P), "arrived": device.counters(processors)}
     args |= {"Blocks": max(1, processors // Hkv)}
     constants = {"Dh": Dh, "Rows": size, "Ratio": ratio, "Stages": stages, "Act": "bf16"}
-    memory, threads = extra + stages * tile_bytes, 384 if size == 128 else 160
+    memory, threads = extra + stages * tile_bytes, 384 if size == 128 or (size == 64 and Dh > 64) else 160
     cuts = 0 if args["rows"] is not None else min(args["B"], args["Rq"])  # a request's rows may be of two classes
-    grid = max(processors // Hkv, tiles(size) + cuts), Hkv
+    grid = Hkv, max(processors // Hkv, tiles(size) + cuts)
     kernels.launch(_HOPPER, "tree_attention", grid, threads, args, None, memory, constants)
 
 
