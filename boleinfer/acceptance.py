@@ -1,17 +1,16 @@
-"""A drafter that knows the text to come and is right as often as a stated profile says: for measuring speed alone."""
+"""Drafts that know the text to come and are right as often as a stated profile says: for measuring speed alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 
 import numpy as np
 
-from boleinfer.draft.base import EMPTY, Committed, Limits
+from boleinfer import device, kernels
+from boleinfer.device_step import Results, Slots, StepInputs
 from boleinfer.forest import Tree
-from boleinfer.request import Request
 
 DEEPEST = 8
 
@@ -43,7 +42,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Template:
-    """The nodes of a shape, the likeliest `most` of them, whatever their tokens are: parents, probabilities, ranks."""
+    """The nodes of a shape, the likeliest `most` of them and the likelier first, whatever their tokens are."""
 
     parent: np.ndarray
     prob: np.ndarray
@@ -67,8 +66,10 @@ class Template:
                     rank.append(r)
                     depth.append(d)
         tree = Tree.of(range(len(parent)), parent, prob).best(most)
-        chosen = tree.token
-        return cls(tree.parent, tree.prob, np.asarray(rank)[chosen], np.asarray(depth)[chosen])
+        order = np.argsort(-tree.prob, kind="stable")
+        place = np.append(np.argsort(order), -1)  # the last one: of the root's parent, -1
+        chosen = tree.token[order]
+        return cls(place[tree.parent[order]], tree.prob[order], np.asarray(rank)[chosen], np.asarray(depth)[chosen])
 
     @property
     def tokens_per_step(self) -> float:
@@ -87,76 +88,88 @@ def scaled(ranks: Sequence[float], tokens: float, shape: Shape, most: int) -> tu
     return tuple(low * r for r in ranks)
 
 
-class ProfileDrafter:
+class Guesses:
     """Trees of a profile. What is right is drawn once for each position, so that it does not depend on the company.
 
-    answers: by request number (Request.sampler's choice) all its tokens, prompt included
-    shape:   that of the next trees; None: nothing is drafted
+    answers: by request all its tokens, prompt included
     honest:  False makes every token wrong, with the same probabilities
     seed:    of what is drawn
     """
 
-    reads_text = False  # as the drafts that it stands for, which the GPU makes
-
     def __init__(
-        self,
-        profile: Profile,
-        answers: Sequence[Sequence[int]],
-        shape: Callable[[], Shape | None],
-        vocab: int,
-        honest: bool = True,
-        seed: int = 0,
+        self, profile: Profile, answers: Sequence[Sequence[int]], vocab: int, honest: bool = True, seed: int = 0
     ):
-        self._profile, self._shape, self._vocab, self._honest = profile, shape, vocab, honest
+        self.profile, self._vocab, self._honest = profile, vocab, honest
         self._answers = [np.asarray(a, np.int64) for a in answers]
         longest = max(map(len, self._answers))
         # for each request, position and depth the number that decides which rank the right token has
         self._drawn = np.random.default_rng(seed).random((len(self._answers), longest, DEEPEST))
-        self._number: dict[Request, int] = {}
-        self._made: dict[tuple[int, int, Shape, Limits], Tree] = {}
 
-    def number(self, requests: Sequence[Request]) -> None:
-        """Says whose answers these are, in order."""
-        self._number = {r: i for i, r in enumerate(requests)}
-
-    def propose(self, requests: Sequence[Request], limits: Sequence[Limits]) -> list[Tree]:
-        shape = self._shape()
-        if shape is None:
-            return [EMPTY for _ in requests]
-        return [self._tree(self._number[r], len(r.tokens), shape, lim) for r, lim in zip(requests, limits)]
-
-    def prepare(self, start: int, count: int, shapes: Sequence[Shape], limits: Limits) -> None:
-        """Makes the trees of `count` places from `start` on: the time it takes is no part of what they stand for."""
-        for i, known, shape in product(range(len(self._answers)), range(start, start + count), shapes):
-            if known < len(self._answers[i]):
-                self._tree(i, known, shape, limits)
-
-    def observe(self, news: Sequence[Committed]) -> None:
-        pass
-
-    def forget(self, request: Request) -> None:
-        pass
-
-    def _tree(self, i: int, known: int, shape: Shape, limits: Limits) -> Tree:
-        key = i, known, shape, limits
-        if key not in self._made:
-            self._made[key] = self._grown(*key)
-        return self._made[key]
-
-    def _grown(self, i: int, known: int, shape: Shape, limits: Limits) -> Tree:
-        t = Template.of(self._profile, shape, limits.nodes)
-        ahead = self._answers[i][known : known + shape.depth]
-        depth = min(len(ahead), limits.depth)
-        if not depth:
-            return EMPTY
-        padded = np.resize(ahead, shape.depth)
-        token = (padded[t.depth] + 1 + t.rank) % self._vocab
-        tree = Tree(token.astype(np.int32), t.parent, t.prob)
-        at, right = -1, np.searchsorted(shape.known * np.cumsum(self._profile.ranks), self._drawn[i, known])
-        for d in range(depth if self._honest else 0):
+    def tokens(self, i: int, known: int, shape: Shape, most: int) -> np.ndarray:
+        """int32, what the nodes of Template.of(profile, shape, most) are behind the first tokens of answer i."""
+        t = Template.of(self.profile, shape, most)
+        ahead = np.resize(self._answers[i][known : known + shape.depth], shape.depth)
+        token = ((ahead[t.depth] + 1 + t.rank) % self._vocab).astype(np.int32)
+        at, right = -1, np.searchsorted(shape.known * np.cumsum(self.profile.ranks), self._drawn[i, known])
+        for d in range(shape.depth if self._honest else 0):
             children = np.flatnonzero((t.parent == at) & (t.rank == right[d]))
             if not len(children):
                 break
             at = int(children[0])
-            tree.token[at] = padded[d]
-        return tree if depth == shape.depth else tree.keep(np.flatnonzero(t.depth < depth))
+            token[at] = ahead[d]
+        return token
+
+
+class Oracle:
+    """Puts trees in the place of those that the GPU has drafted, at the end of a step, and in what the host is told.
+
+    slots, places: state slots, and places of a text behind which there are trees; most: nodes of a tree
+    plans: the ways to draft
+    """
+
+    def __init__(self, slots: int, places: int, most: int, plans: Sequence[Hashable]) -> None:
+        self._places, self._most = places, most
+        self._of = {
+            plan: {
+                "tokens": device.empty((slots, places, most), np.int32),
+                "parents": device.empty((most,), np.int32),
+                "probs": device.empty((most,), np.float32),
+                "size": device.upload(np.zeros(2, np.int32)),
+            }
+            for plan in plans
+        }
+
+    def silence(self) -> None:
+        """From now on nothing is drafted."""
+        for arrays in self._of.values():
+            device.write(arrays["size"], np.zeros(2, np.int32))
+
+    def tell(self, guesses: Guesses, slots: Sequence[int], first: int, shapes: Sequence[Shape]) -> None:
+        """Trees of each plan's shape for the requests in these slots, from `first` known tokens on."""
+        for arrays, shape in zip(self._of.values(), shapes):
+            t = Template.of(guesses.profile, shape, self._most)
+            n = len(t.parent)
+            for i, slot in enumerate(slots):
+                tokens = np.zeros((self._places, self._most), np.int32)
+                for place in range(self._places):
+                    tokens[place, :n] = guesses.tokens(i, first + place, shape, self._most)
+                device.write(arrays["tokens"][slot], tokens)
+            device.write(arrays["parents"][:n], t.parent.astype(np.int32))
+            device.write(arrays["probs"][:n], t.prob.astype(np.float32))
+            device.write(arrays["size"], np.asarray([n, first], np.int32))
+
+    def __call__(self, plan: Hashable, requests: int, inputs: StepInputs, slots: Slots, results: Results) -> None:
+        """Queues that the drafts of a step's first requests, in the way of that plan, become the trees."""
+        on, drafts = inputs.on, ("draft_token", "draft_parent", "draft_prob", "draft_count")
+        args = {
+            **self._of[plan],
+            "slot": on.slot[:requests],
+            "limit": on.draft_nodes[:requests],
+            "length": slots.length,
+            **{name: getattr(slots, name) for name in drafts},
+            **{f"told_{name}": getattr(results, name)[:requests] for name in drafts},
+            "Places": self._places,
+            "N": self._most,
+            "L": slots.draft_token.shape[1],
+        }
+        kernels.launch("overrule.cu", "overrule", requests, 128, args)

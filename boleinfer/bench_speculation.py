@@ -1,7 +1,7 @@
 """`boleinfer bench speculation`: what drafting gains on the GPU, with the shipped model and with published shapes.
 
-Random weights accept nothing, so with the published shapes the drafter's choices, and they alone, are replaced by ones
-that are right as often as a stated profile says (acceptance.py). All that drafting computes is computed and timed. The
+Random weights accept nothing, so with the published shapes what the MTP layer chose, and that alone, is replaced on
+the GPU by what is right as often as a stated profile says (acceptance.py). All that drafting computes is computed. The
 tokens of every run have to be those of plain decoding, or the command fails. Random weights give mostly the same tokens
 whatever the state holds (random_weights.py), so that in a run beside the timed ones their logits have to agree as well.
 """
@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from boleinfer import speculation_tables, timing
-from boleinfer.acceptance import Profile, ProfileDrafter, Shape, scaled
+from boleinfer.acceptance import Guesses, Oracle, Profile, Shape, scaled
 from boleinfer.bench_gpu import HEARD, drop, executor_of, read_prompts, verify_rows
 from boleinfer.cuda_executor import DRAFT_PLANS, DraftPlan
 from boleinfer.draft import NAMES, make_drafter
@@ -43,6 +43,7 @@ SIZES, BATCHES = ("qwen3.5-9b", "qwen3.5-27b"), (1, 4, 8, 16, 32)
 NEVER_BATCHES = (1, 8, 32)
 NODES = 127  # of a request's draft at most, so that a lone request can fill a step of 128 rows
 TOKENS, NEVER_TOKENS, HEARD_TOKENS = 256, 512, 24  # of each request, on average; with their logits
+WARM_TOKENS, BETWEEN_TOKENS = 16, 128  # of plain decoding before anything is timed, and behind each profile
 ANSWERS = 4  # requests of a profile at least, one after another if need be: which guesses are right is drawn for each
 PROMPTS, PROMPT_TOKENS, REPEATS = 8, 96, 2  # of each kind of text, and how often all are answered
 KNOWN = 0.99  # of the tokens are among the ids that drafts look at (DraftPlan.ids)
@@ -175,7 +176,7 @@ class _Unpriced(DeviceDrafter, NoDrafter):
 def published(
     record: dict[str, Any], size: str, parts: Sequence[str], asked: Sequence[int] | None, prompt: int
 ) -> None:
-    """One shape: for each number of requests plain decoding, each profile, the adversary, and plain decoding again."""
+    """One shape: for each number of requests each profile and the adversary, and plain decoding around all of them."""
     for most, batches in groupby(sorted(asked or {*BATCHES, *NEVER_BATCHES}), key=lambda batch: max(8, batch)):
         at_once(record, size, parts, list(batches), most, prompt, every=bool(asked))
 
@@ -192,33 +193,36 @@ def at_once(
         max_batch=most,
         max_model_len=prompt + 2 * NEVER_TOKENS + 2 * NODES,
     )
+    oracle_of(llm)
     for plans in ((), DRAFT_PLANS):
         executor_of(llm).draft_as(plans)
         executor_of(llm).capture()
     for batch in batches:
+        run(llm, batch, prompt, WARM_TOKENS, None)
         plain = run(llm, batch, prompt, NEVER_TOKENS + NEVER_TOKENS // 8, None)
-        found = []
+        found, plains = [], [plain]
         for profile in PROFILES if "profiles" in parts and (every or batch in BATCHES) else ():
             draws = [
                 against(llm, batch, prompt, TOKENS, profile, plain, True, seed) for seed in range(-(-ANSWERS // batch))
             ]
             found.append(("profiles", profile, draws))
+            plains.append(run(llm, batch, prompt, BETWEEN_TOKENS, None))
         if "never" in parts and (every or batch in NEVER_BATCHES):
             adversary = against(llm, batch, prompt, NEVER_TOKENS, PROFILES[0], plain, honest=False)
             found.append(("never", PROFILES[0], [adversary]))
-        again = run(llm, batch, prompt, TOKENS, None)
+        plains.append(run(llm, batch, prompt, TOKENS, None))
         apart = logits_apart(llm, batch, prompt, plain)
         for part, profile, fast in found:
-            numbers = {**row(batch, profile, fast, plain, again), "logits_apart": apart}
+            numbers = {**row(batch, profile, fast, plains), "logits_apart": apart}
             record[part].append({"shape": size, "context": prompt, **numbers})
             print(f"{size} at {batch}, {part}: {record[part][-1]['times_plain']:.3f} x plain", file=sys.stderr)
     del llm
     gc.collect()
 
 
-def row(batch: int, profile: Profile, fast: Sequence[Run], plain: Run, again: Run) -> dict[str, Any]:
-    """A profile's runs beside plain decoding before and after them."""
-    plain_s = (plain.tokens_per_s + again.tokens_per_s) / 2
+def row(batch: int, profile: Profile, fast: Sequence[Run], plains: Sequence[Run]) -> dict[str, Any]:
+    """A profile's runs beside plain decoding before, between and after all of them; the first has all tokens."""
+    plain_s = median(run.tokens_per_s for run in plains)
     made, seconds, steps = (sum(getattr(run, name) for run in fast) for name in ("made", "seconds", "steps"))
     return {
         "batch": batch,
@@ -231,7 +235,7 @@ def row(batch: int, profile: Profile, fast: Sequence[Run], plain: Run, again: Ru
         "plain_ms_per_step": 1e3 * batch / plain_s,
         "rows": sum(run.rows * run.steps for run in fast) / steps,
         "ways": [sum(steps) for steps in zip(*(run.ways for run in fast))],
-        "same_tokens": all(a[: len(b)] == b[: len(a)] for run in fast for a, b in zip(run.tokens, plain.tokens)),
+        "same_tokens": all(a[: len(b)] == b[: len(a)] for run in fast for a, b in zip(run.tokens, plains[0].tokens)),
     }
 
 
@@ -272,17 +276,11 @@ def against(
     hears: bool = False,
 ) -> Run:
     """A profile's run, which begins with everything still to be learnt. seed: of which guesses are right."""
-
-    def shape() -> Shape | None:
-        variant = llm.engine.budget.ways[llm.engine.way].variant  # of the step that drafted
-        return shapes[variant - 1] if variant else None
-
     shapes = [shape_of(plan, 1 if batch == 1 else llm.engine.scheduler.max_batch) for plan in DRAFT_PLANS]
     answers = [t + [0] * NODES for t in plain.tokens]
-    drafter = ProfileDrafter(profile, answers, shape, llm.config.vocab_size, honest, seed)
-    if not hears:
-        drafter.prepare(prompt, length + NODES, shapes, llm.engine.scheduler.limits)
-    return run(llm, batch, prompt, length, drafter, hears)
+    return run(
+        llm, batch, prompt, length, (Guesses(profile, answers, llm.config.vocab_size, honest, seed), shapes), hears
+    )
 
 
 def logits_apart(llm: LLM, batch: int, prompt: int, plain: Run) -> float:
@@ -301,16 +299,24 @@ def logits_apart(llm: LLM, batch: int, prompt: int, plain: Run) -> float:
     return worst
 
 
-def run(llm: LLM, batch: int, prompt: int, length: int, drafter: ProfileDrafter | None, hears: bool = False) -> Run:
-    """Requests with random prompts until they have generated so much on average. None: plain decoding.
+def run(
+    llm: LLM,
+    batch: int,
+    prompt: int,
+    length: int,
+    guesses: tuple[Guesses, Sequence[Shape]] | None,
+    hears: bool = False,
+) -> Run:
+    """Requests with random prompts until they have generated so much on average.
 
-    hears: logits of some of them are kept"""
+    guesses: what drafts are, and the shapes of each way's; None: plain decoding. hears: logits of some are kept"""
     engine, executor = llm.engine, executor_of(llm)
-    executor.draft_as(DRAFT_PLANS if drafter is not None else ())
-    engine.drafter = NoDrafter() if drafter is None else drafter
+    executor.draft_as(() if guesses is None else DRAFT_PLANS)
+    engine.drafter = NoDrafter() if guesses is None else DeviceDrafter()
+    oracle_of(llm).silence()
     requests, _ = read_prompts(llm, batch, prompt)
-    if drafter is not None:
-        drafter.number(requests)
+    if guesses is not None:
+        oracle_of(llm).tell(guesses[0], [r.home.slot for r in requests], prompt, guesses[1])
     heard = hear(requests[:HEARD]) if hears else []
     steps, first = 0, generated(requests)
     ways = dict.fromkeys(range(1 + len(executor.depths)), 0)
@@ -331,6 +337,15 @@ def run(llm: LLM, batch: int, prompt: int, length: int, drafter: ProfileDrafter 
     )
     drop(llm, requests)
     return found
+
+
+def oracle_of(llm: LLM) -> Oracle:
+    """What overrules the model's drafts, from its first call on."""
+    executor = executor_of(llm)
+    if executor.overrule is None:
+        places = NEVER_TOKENS + NEVER_TOKENS // 8
+        executor.overrule = Oracle(llm.engine.state.slots.size, places, NODES, DRAFT_PLANS)
+    return cast(Oracle, executor.overrule)
 
 
 def generated(requests: Sequence[Request]) -> int:

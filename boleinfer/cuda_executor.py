@@ -36,6 +36,7 @@ from boleinfer.state import Batch, Place, State
 SMALLEST, LARGEST_CAPTURED = 8, 128  # rows of an envelope; larger steps read prompts and run kernel by kernel
 LEVEL_ROWS = 8  # nodes of a level of all drafts together, where more requests have one each
 FEWEST_DRAFTED = 16  # rows of an envelope whose step drafts
+ALONE_ROWS = 16  # rows that are accepted of a request that decodes alone, at most
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class _Kind(NamedTuple):
 
     single: no request has more than one row, or asks for logits
     waits: the hidden rows that were accepted are kept for later; takes: the layer takes them in; plan: and then drafts
-    alone: for the first request only; the others take no part
+    alone: for the first request only, which decodes and of which ALONE_ROWS are accepted at most
     """
 
     single: bool
@@ -100,6 +101,7 @@ class _Frame:
         self.chain = Chain(self.step)
         self.token = device.buffer((rows,), np.int32, poison=True)
         self.largest = device.upload(np.zeros(len(self.inputs.on.wanted), np.uint64))
+        self.first = device.upload(np.arange(min(rows, ALONE_ROWS), dtype=np.int32))
         self.logits: dict[_Kind, Array] = {}
         self.ready: set[_Kind] = set()
         self.drafts: dict[_Kind, Drafts] = {}
@@ -137,6 +139,7 @@ class CudaExecutor:
     ):
         self.model, self.state = model, state
         self.price: Callable[..., CostTable | None] = lambda fresh=False: None
+        self.overrule: Callable[..., None] | None = None  # what comes in the place of drafts, in measurements
         self.runner: Eager | Graphs = Graphs() if graphs else Eager()
         self._waiting: Waiting | None = None
         self._heads: dict[int | None, DraftHead] = {}  # by the ids that are always there
@@ -180,9 +183,10 @@ class CudaExecutor:
 
     def start(self, works: Sequence[Work], way: int = 0) -> Callable[[], list[Outcome]]:
         single = all(len(w.tree) == 1 and w.request.params.logprobs is None for w in works)
-        frame = self._frame(sum(len(w.tree) for w in works), way, single, alone=len(works) == 1)
-        frame.single, frame.alone = single, len(works) == 1
-        kind = self._kind(way, frame.inputs.rows, single, frame.alone)
+        alone = len(works) == 1 and self._is_short(works[0])
+        frame = self._frame(sum(len(w.tree) for w in works), way, single, alone)
+        frame.single, frame.alone = single, alone
+        kind = self._kind(way, frame.inputs.rows, single, alone)
         if kind.waits or kind.takes:
             self._take_in([w.request for w in works], MOST_WAITING if kind.waits else 0)
         parts = [self._part(w) for w in works]
@@ -202,13 +206,13 @@ class CudaExecutor:
         ]
 
     def may_repeat(self, works: Sequence[Work]) -> bool:
-        """Only plain decoding and a lone request's draft of the GPU's go on by themselves, where there is room.
+        """Only plain decoding and drafts of the GPU's own go on by themselves, where there is room.
 
-        Several requests share the rows by what the drafts turn out to be, which is for the host to read."""
+        Each request keeps as many rows as it has: the host reads too late how likely the next nodes are."""
         longest = max(self.depths, default=0)
         return all(
             w.decodes
-            and (w.drafted == 0 or (len(works) == 1 and self._is_own(w)))
+            and (w.drafted == 0 or self._is_own(w))
             and w.request.params.logprobs is None
             and len(w.request.tokens) + (longest if w.drafted else 0) + 1 < w.request.limit
             for w in works
@@ -255,8 +259,7 @@ class CudaExecutor:
         if not self._drafting:
             return _Kind(single, False, False, None)
         takes = way > 0 or rows > LARGEST_CAPTURED
-        alone &= way > 0 and self._max_batch > 1
-        return _Kind(single, not takes, takes, self._drafting[way - 1] if way else None, alone)
+        return _Kind(single, not takes, takes, self._drafting[way - 1] if way else None, alone and way > 0)
 
     def _take_in(self, requests: Sequence[Request], most: int) -> None:
         """The MTP layer's keys and values of all tokens that wait, for requests of which more than `most` do."""
@@ -298,9 +301,11 @@ class CudaExecutor:
         if kind.takes:
             follow(inputs, slots, step, frame.chain)
             accepted = Batch(frame.chain.forest, step.slot, step.page_table)
-            pairs, source = (frame.chain.forest.token, hidden, frame.chain.forest.position), frame.chain.hidden_row
+            some, n = (frame.first, len(frame.first)) if kind.alone else (None, inputs.rows)
+            chain, source = frame.chain.forest, frame.chain.hidden_row[:n]
+            pairs = chain.token[:n], hidden, chain.position[:n]
             if kind.plan is not None:
-                self._draft(frame, kind, self.model.mtp(*pairs, accepted, self.state, source=source))
+                self._draft(frame, kind, self.model.mtp(*pairs, accepted, self.state, some, source))
             else:
                 self.model.mtp_memory(*pairs, accepted, self.state, source)
         return frame.logits.get(kind)
@@ -321,6 +326,8 @@ class CudaExecutor:
             if level < drafts.levels:
                 y = self.model.mtp(drafts.token, y, drafts.position, tree, self.state, drafts.row, drafts.source)
         keep(drafts, inputs, self._slots, step.results)
+        if self.overrule is not None:
+            self.overrule(kind.plan, drafts.requests, inputs, self._slots, step.results)
 
     def _frame(self, rows: int, way: int, single: bool = False, alone: bool = False) -> _Frame:
         """The smallest envelope that holds so many rows, made and rehearsed when it is first asked for in this way."""
@@ -347,6 +354,11 @@ class CudaExecutor:
         while size < rows:
             size *= 2
         return min(size, self._max_rows)
+
+    def _is_short(self, work: Work) -> bool:
+        """Whether no path of a work can be longer than ALONE_ROWS, the GPU's own drafts included."""
+        deepest = max([*self.depths, *(work.draft.depth + 1).tolist()], default=0)
+        return work.decodes and 1 + deepest <= ALONE_ROWS
 
     def _is_own(self, work: Work) -> bool:
         """Whether a work's draft is the likeliest nodes of its slot's, so that the GPU knows it."""

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from boleinfer import bench_speculation, cli, cuda_executor, device, pricing
-from boleinfer.acceptance import Profile, ProfileDrafter, Shape, Template, scaled
+from boleinfer.acceptance import Guesses, Oracle, Profile, Shape, Template, scaled
 from boleinfer.cuda_executor import DraftPlan
-from boleinfer.draft.base import Limits
+from boleinfer.device_step import Part, Results, Slots, StepInputs
+from boleinfer.draft.device import DeviceDrafter
+from boleinfer.forest import Tree
 from boleinfer.llm import LLM
 from boleinfer.near_tie import APART
 from boleinfer.state import State
@@ -20,31 +22,18 @@ from tests.test_bench_gpu import GPU, TINY, pretend  # noqa: F401
 WIDE = Shape(4, 4, 8)
 
 
-class Asking:
-    """A request as the drafter sees it."""
-
-    def __init__(self, tokens):
-        self.tokens = tokens
-
-
 @pytest.mark.parametrize("shape", [Shape(2, 1, 4), WIDE, Shape(1, 1, 3)])
 def test_profile_is_right_as_often_as_it_says(shape):
     profile = Profile("some", (0.6, 0.2, 0.1, 0.05), "")
-    rng = np.random.default_rng(0)
-    answers = rng.integers(0, 900, (3, 700)).tolist()
-    drafter = ProfileDrafter(profile, answers, lambda: shape, 900)
-    requests = [Asking(a[:600]) for a in answers]
-    drafter.number(requests)
-    limits, total, steps = Limits(nodes=40, depth=8), 0, 0
-    template = Template.of(profile, shape, 40)
-    for request, answer in zip(requests, answers):
+    answers = np.random.default_rng(0).integers(0, 900, (3, 700)).tolist()
+    guesses, template, total, steps = Guesses(profile, answers, 900), Template.of(profile, shape, 40), 0, 0
+    assert len(template.prob) <= 40 and (np.diff(template.prob) <= 0).all()
+    assert (template.parent < np.arange(len(template.parent))).all()
+    for i, answer in enumerate(answers):
         for known in range(1, 650):
-            request.tokens = answer[:known]
-            (tree,) = drafter.propose([request], [limits])
-            assert len(tree) == len(template.prob) <= 40
-            at = -1
+            tokens, at = guesses.tokens(i, known, shape, 40), -1
             for token in answer[known:]:
-                found = np.flatnonzero((tree.parent == at) & (tree.token == token))
+                found = np.flatnonzero((template.parent == at) & (tokens == token))
                 assert len(found) <= 1
                 if not len(found):
                     break
@@ -53,16 +42,37 @@ def test_profile_is_right_as_often_as_it_says(shape):
     assert total / steps + 1 == pytest.approx(template.tokens_per_step, rel=0.05)
 
 
-def test_an_adversary_is_never_right_and_claims_the_same():
-    profile = Profile("some", (0.6, 0.2), "")
+def test_an_adversary_is_never_right():
+    profile, shape = Profile("some", (0.6, 0.2), ""), Shape(2, 2, 4)
     answers = np.random.default_rng(0).integers(0, 50, (1, 60)).tolist()
-    drafter = ProfileDrafter(profile, answers, lambda: Shape(2, 2, 4), 50, honest=False)
-    request = Asking([])
-    drafter.number([request])
-    for known in range(1, 50):
-        request.tokens = answers[0][:known]
-        (tree,) = drafter.propose([request], [Limits(nodes=9, depth=4)])
-        assert not (tree.token[tree.parent < 0] == answers[0][known]).any() and tree.prob[0] == np.float32(0.6)
+    guesses, roots = Guesses(profile, answers, 50, honest=False), Template.of(profile, shape, 9).parent < 0
+    assert all((guesses.tokens(0, n, shape, 9)[roots] != answers[0][n]).all() for n in range(1, 50))
+
+
+def test_what_the_gpu_drafted_is_overruled(gpu):
+    profile, shape, plan = Profile("some", (0.6, 0.2), ""), Shape(2, 2, 4), DraftPlan()
+    answers = np.random.default_rng(0).integers(0, 50, (2, 60)).tolist()
+    guesses, template = Guesses(profile, answers, 50), Template.of(profile, shape, 9)
+    slots, inputs, results = Slots(5, 1, 12), StepInputs(8, 3, 8), Results(3, 12)
+    for slot, committed in ((4, 19), (1, 30), (2, 3)):
+        slots.admit(slot, np.zeros(0, np.int32), committed)
+    inputs.fill([Part(4, draft_nodes=12), Part(1, draft_nodes=4), Part(2, draft_nodes=12)])
+    inputs.send()
+    oracle = Oracle(5, 16, 9, [plan])
+    oracle.tell(guesses, [4, 1], 16, [shape])
+    oracle(plan, 3, inputs, slots, results)
+    device.fill(results.count, 0)
+    told = [e.draft for e in results.fetch(3, drafts=True)()]
+    for b, (slot, i, known, n) in enumerate([(4, 0, 20, len(template.prob)), (1, 1, 31, 4)]):
+        want = Tree(guesses.tokens(i, known, shape, 9)[:n], template.parent[:n], template.prob[:n])
+        assert device.download(slots.draft_count)[slot] == n
+        for name in ("token", "parent", "prob"):
+            assert np.array_equal(getattr(told[b], name), getattr(want, name))
+            assert np.array_equal(device.download(getattr(slots, f"draft_{name}"))[slot, :n], getattr(want, name))
+    assert not len(told[2]) and device.download(slots.draft_count)[2] == 0
+    oracle.silence()
+    oracle(plan, 3, inputs, slots, results)
+    assert not device.download(slots.draft_count)[[4, 1, 2]].any()
 
 
 def test_scaled_to_tokens_a_step():
@@ -78,7 +88,8 @@ def quick(pretend, monkeypatch):  # noqa: F811
     monkeypatch.setattr("boleinfer.backend.DRAFT_PLANS", plans)
     monkeypatch.setattr(cuda_executor, "LARGEST_CAPTURED", 16)
     monkeypatch.setattr(pricing, "LARGEST_CAPTURED", 16)
-    for name, value in {"TOKENS": 8, "NEVER_TOKENS": 8, "NODES": 7}.items():
+    few = {"TOKENS": 8, "NEVER_TOKENS": 8, "WARM_TOKENS": 2, "BETWEEN_TOKENS": 4, "NODES": 7}
+    for name, value in few.items():
         monkeypatch.setattr(bench_speculation, name, value)
     monkeypatch.setattr(bench_speculation, "gpu_provenance", lambda: dict(GPU))
     monkeypatch.setattr(pricing, "ROUNDS", 1)
@@ -108,7 +119,7 @@ def test_a_wrong_commit_is_noticed(quick, monkeypatch):
     honest = State.commit
 
     def commit(self, batch, pending, paths):
-        if isinstance(llm.engine.drafter, ProfileDrafter):
+        if isinstance(llm.engine.drafter, DeviceDrafter):
             device.fill(pending[0].u, 0)
         honest(self, batch, pending, paths)
 
