@@ -91,8 +91,7 @@ class _Kind(NamedTuple):
 class _Frame:
     """The arrays of one envelope of rows.
 
-    logits:  of the rows inputs.wanted as far as they are read, by kind of step, once one has run
-    largest: uint64, of those of which only that is read; zeros between steps
+    largest: uint64, of the rows inputs.wanted of which only that is read; zeros between steps
     """
 
     def __init__(self, rows: int, requests: int, sampled: int, slots: Slots):
@@ -102,7 +101,6 @@ class _Frame:
         self.token = device.buffer((rows,), np.int32, poison=True)
         self.largest = device.upload(np.zeros(len(self.inputs.on.wanted), np.uint64))
         self.first = device.upload(np.arange(min(rows, ALONE_ROWS), dtype=np.int32))
-        self.logits: dict[_Kind, Array] = {}
         self.ready: set[_Kind] = set()
         self.drafts: dict[_Kind, Drafts] = {}
         self.parts: list[Part] | None = None  # what the inputs on the GPU say
@@ -199,10 +197,10 @@ class CudaExecutor:
             with self.runner.on():
                 frame.inputs.send()
         with self.runner.on():
-            self.runner.run((frame.inputs.rows, kind), lambda: self._step(frame, kind))
+            logits = self.runner.run((frame.inputs.rows, kind), lambda: self._step(frame, kind))
             fetched = frame.step.results.fetch(len(works), drafts=way > 0)
         return lambda: [
-            self._outcome(frame, kind, b, w, emitted) for b, (w, emitted) in enumerate(zip(works, fetched()))
+            self._outcome(frame, kind, logits, b, w, emitted) for b, (w, emitted) in enumerate(zip(works, fetched()))
         ]
 
     def may_repeat(self, works: Sequence[Work]) -> bool:
@@ -279,19 +277,15 @@ class CudaExecutor:
                 self.model.mtp_memory(forest.token, hidden, forest.position, batch, self.state)
             self._taken.update((r.home.slot, r.committed) for r in now)
 
-    def _step(self, frame: _Frame, kind: _Kind) -> object:
-        """All launches of a step; returns what may be read after it, its logits."""
+    def _step(self, frame: _Frame, kind: _Kind) -> Array | None:
+        """All launches of a step; returns what may be read after it, its logits, where any are asked for."""
         inputs, step, slots = frame.inputs, frame.step, self._slots
         plant(inputs, slots, step)
         batch = Batch(replace(step.forest, single=kind.single), step.slot, step.page_table)
         hidden, pending = self.model.forward(batch, self.state)  # [R, D]
         wanted = inputs.on.wanted
-        if inputs.rows > LARGEST_CAPTURED:
-            frame.logits.clear()  # no graph needs the others
         rows, use = hidden if len(wanted) == inputs.rows else embedding(wanted, hidden), inputs.on.use
         logits, largest = self.model.logits_to_sample(rows, use, self._sampling.allowed, frame.largest)  # [n, vocab]
-        if not kind.single:
-            frame.logits[kind] = logits
         self._sampling.sample(logits, largest, wanted, use, step.forest, step.slot, step.root, frame.token)
         accept(frame.token, inputs, slots, self._sampling, step)
         self.state.commit(batch, pending, step.paths)
@@ -308,7 +302,7 @@ class CudaExecutor:
                 self._draft(frame, kind, self.model.mtp(*pairs, accepted, self.state, some, source))
             else:
                 self.model.mtp_memory(*pairs, accepted, self.state, source)
-        return frame.logits.get(kind)
+        return None if kind.single else logits
 
     def _draft(self, frame: _Frame, kind: _Kind, y: Array) -> None:
         """The MTP layer's tree for the next step, into the slots. y: the layer's rows of the accepted tokens."""
@@ -389,7 +383,9 @@ class CudaExecutor:
             draft_depth=min(max(0, room), self._draft_nodes),
         )
 
-    def _outcome(self, frame: _Frame, kind: _Kind, b: int, work: Work, emitted: Emitted) -> Outcome:
+    def _outcome(
+        self, frame: _Frame, kind: _Kind, logits: Array | None, b: int, work: Work, emitted: Emitted
+    ) -> Outcome:
         request, draft = work.request, emitted.draft if kind.waits or kind.takes else None
         tokens = [] if emitted.error else emitted.tokens
         for head in self._heads.values():
@@ -406,14 +402,15 @@ class CudaExecutor:
             return Outcome(committed, draft=draft)
         logprobs: list[dict[int, float] | None] = [None] * len(tokens)
         if request.params.logprobs is not None:
-            rows = self._logits(frame, kind, b, work.known - 1, len(tokens))
+            assert logits is not None
+            rows = _along_path(frame, logits, b, work.known - 1, len(tokens))
             logprobs = [request.sampler.logprobs(row, token) for row, token in zip(rows, tokens)]
         return Outcome(committed, tokens, emitted.drafted, logprobs, draft=draft)
 
-    def _logits(self, frame: _Frame, kind: _Kind, b: int, root: int, n: int) -> np.ndarray:
-        """The logits [n, vocab] along the path of request b, from its root on."""
-        first = int(frame.inputs.host.start[b])
-        path = device.download(frame.step.paths.row)[first + root : first + root + n]
-        wanted = frame.inputs.host.wanted.tolist()
-        logits = frame.logits[kind]
-        return np.stack([device.download(logits[wanted.index(row)]) for row in path.tolist()])
+
+def _along_path(frame: _Frame, logits: Array, b: int, root: int, n: int) -> np.ndarray:
+    """Of a step's logits those [n, vocab] along the path of request b, from its root on."""
+    first = int(frame.inputs.host.start[b])
+    path = device.download(frame.step.paths.row)[first + root : first + root + n]
+    wanted = frame.inputs.host.wanted.tolist()
+    return np.stack([device.download(logits[wanted.index(row)]) for row in path.tolist()])

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from boleinfer import device
+
+T = TypeVar("T")
 
 
 class Eager:
@@ -33,9 +35,9 @@ class Eager:
     def rehearse(self, key: Hashable, step: Callable[[], object]) -> None:
         """Runs a step that changes nothing (its batch is empty), and captures it."""
 
-    def run(self, key: Hashable, step: Callable[[], object]) -> None:
-        """Runs the step."""
-        step()
+    def run(self, key: Hashable, step: Callable[[], T]) -> T:
+        """Runs the step; returns what it gives: arrays that may be read until the next step."""
+        return step()
 
 
 class Graphs:
@@ -94,12 +96,13 @@ class Graphs:
         self.captures += 1
         self._graphs[key] = None if problem is not None else (graph, kept)
 
-    def run(self, key: Hashable, step: Callable[[], object]) -> None:
+    def run(self, key: Hashable, step: Callable[[], T]) -> T:
         """As Eager.run: replays the key's graph where it has one."""
         with self.on():
             captured = self._graphs.get(key)
             if captured is None:
-                step()
-            else:
-                captured[0].launch(self.stream)
-                self.replays += 1
+                return step()
+            graph, kept = captured
+            graph.launch(self.stream)
+            self.replays += 1
+            return cast(T, kept)

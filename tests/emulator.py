@@ -45,7 +45,7 @@ ORDERS = ("forward", "reverse", "random")
 _GUARD, _POISON = 4096, 0xFF  # bytes on both sides of an array
 _SHARED = 227 * 1024  # dynamic shared memory of a block on an H200
 _MEMORY = 141 << 30
-_LATE = 6  # launches that are not seen until a kernel waits for them
+_LATE, _HIDDEN = 6, 1 << 18  # launches that are not seen until a kernel waits for them, bytes of their arrays at most
 _LOCK = threading.Lock()
 _FLAGS = (
     *("-std=c++17", "-O1", "-fPIC", "-w", "-DEMULATED"),
@@ -174,7 +174,7 @@ def _launch(
         gpu.written.clear()  # those behind it start when all before it are done
     outputs = [args[p.name] for p in source.kernels[name] if p.writes and args[p.name] is not None]
     arrays = [array for out in outputs for array in (out if isinstance(out, (list, tuple)) else [out])]
-    gpu.written.append([array for array in arrays if array.size and array.flags.c_contiguous])
+    gpu.written.append([a for a in arrays if 0 < a.nbytes <= _HIDDEN and a.flags.c_contiguous])
 
 
 class _Gpu:

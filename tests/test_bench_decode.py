@@ -6,7 +6,7 @@ from copy import deepcopy
 
 import pytest
 
-from boleinfer import bench_gpu, bench_graphs, bench_roofline, bench_tables, cli, pricing
+from boleinfer import bench_gpu, bench_graphs, bench_roofline, bench_tables, cli, cuda_executor, pricing
 from boleinfer.device import Fp8
 from boleinfer.llm import LLM
 from boleinfer.published import PUBLISHED
@@ -80,14 +80,16 @@ def test_floor_of_experts_is_what_is_chosen(experts):
 
 
 def test_graphs_are_weighed(pretend, monkeypatch):  # noqa: F811
-    """Captured are all steps of up to 128 rows of every kind, and none while requests come and go."""
+    """Captured are all steps of few rows (here 32) of every kind, and none while requests come and go."""
+    monkeypatch.setattr(cuda_executor, "LARGEST_CAPTURED", 32)
     monkeypatch.setattr(pricing, "price", lambda *_, **__: None)
+    monkeypatch.setattr(bench_graphs, "REQUESTS", 10)
+    monkeypatch.setattr(bench_graphs, "TOKENS", 4)
     monkeypatch.setattr(bench_graphs, "array_bytes", lambda: 0)
     found = bench_graphs.weighed(TINY)
     llm = LLM(device="cuda", random_weights=TINY, draft="auto")
-    assert found["graphs"] == 5 * (
-        2 + len(llm.engine.executor.depths)
-    )  # plain steps, of single rows or not, and drafts
+    drafted = 2 + 2  # from 16 rows on; and for a request alone
+    assert found["graphs"] == 3 * 2 + drafted * len(llm.engine.executor.depths)  # plain steps of single rows or not
     assert found["captures_while_serving"] == 0 and found["pool_grew_bytes"] == 0
     shown = bench_tables.decode({**GPU, "read_gb_s": 1.0, "rows": [], "graphs": {**found, "bytes": 123456789}})
     assert "take 123 MB" in shown

@@ -18,6 +18,7 @@ from boleinfer.draft.none import NoDrafter
 from boleinfer.draft.suffix import SuffixDrafter
 from boleinfer.engine import Engine
 from boleinfer.forest import Tree
+from boleinfer.graphs import Eager
 from boleinfer.sampling import SamplingParams
 from boleinfer.scheduler import Scheduler
 from boleinfer.state import State
@@ -91,6 +92,18 @@ def test_sampled_tokens_are_those_of_numpy(tmp_path, gpu, draft):
     assert [r.generated for r in got] == [r.generated for r in want]
     for g, w in zip(got, want):
         assert [list(e or ()) for e in g.logprobs] == [list(e or ()) for e in w.logprobs]
+
+
+def test_logprobs_are_of_the_step_that_ran(tmp_path, gpu):
+    """Also of a graph behind steps of the same rows that were launched one by one."""
+    engine, found = cuda_engine(plausible_checkpoint(tmp_path, "qwen3_5"), "none"), []
+    graphs = engine.executor.runner
+    for runner in (graphs, Eager(), graphs):
+        engine.executor.runner = runner
+        request = request_of(prompts()[0], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2))
+        finish(engine, [request])
+        found.append(request.logprobs)
+    assert found[0] == found[1] == found[2]
 
 
 def test_ways_to_draft_may_change_at_any_step(tmp_path, gpu):
