@@ -167,7 +167,7 @@ class CudaExecutor:
             self._frame(size, 0, single=True)
             for way in range(1, 1 + len(self._drafting)) if size >= min(FEWEST_DRAFTED, self._max_rows) else ():
                 self._frame(size, way)
-                if size < 2 * (1 + self._draft_nodes):
+                if size <= self._envelope(1 + self._draft_nodes, way):
                     self._frame(size, way, alone=True)
 
     def admit(self, request: Request) -> None:

@@ -94,6 +94,19 @@ def test_sampled_tokens_are_those_of_numpy(tmp_path, gpu, draft):
         assert [list(e or ()) for e in g.logprobs] == [list(e or ()) for e in w.logprobs]
 
 
+@pytest.mark.parametrize("nodes", [2, 5, 17])
+def test_everything_is_captured_beforehand(tmp_path, gpu, monkeypatch, nodes):
+    """A lone request and several, with drafts of few nodes and of many: no step is new while they run."""
+    engine = cuda_engine(plausible_checkpoint(tmp_path, "qwen3_5"), "auto", nodes=nodes)
+    engine.executor.capture()
+    late = []
+    monkeypatch.setattr(engine.executor.runner, "rehearse", lambda key, step: late.append(key))
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    for together in (prompts()[:1], prompts()):
+        finish(engine, [request_of(p, greedy) for p in together])
+    assert not late
+
+
 def test_logprobs_are_of_the_step_that_ran(tmp_path, gpu):
     """Also of a graph behind steps of the same rows that were launched one by one."""
     engine, found = cuda_engine(plausible_checkpoint(tmp_path, "qwen3_5"), "none"), []
