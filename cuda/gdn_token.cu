@@ -13,6 +13,7 @@
 // that blocks have room beside those of the products before and behind.
 // Read twice: a key head's inputs and ring keys, by each of its value heads (L2).
 //
+// spills: one register with bf16 on sm_80 to 89, so that two blocks fit beside each other
 // sizes: Act=bf16,float K=128 V=128 W=4 Warps=8 | Act=bf16,float K=16 V=64 W=3 Warps=8 | Act=bf16,float K=64 V=16 W=4 Warps=4
 constexpr int Vt = V;
 #include "gated_rms_norm.cuh"
