@@ -29,6 +29,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,7 +175,16 @@ def _launch(
         gpu.written.clear()  # those behind it start when all before it are done
     outputs = [args[p.name] for p in source.kernels[name] if p.writes and args[p.name] is not None]
     arrays = [array for out in outputs for array in (out if isinstance(out, (list, tuple)) else [out])]
-    gpu.written.append([a for a in arrays if 0 < a.nbytes <= _HIDDEN and a.flags.c_contiguous])
+    gpu.written.append(
+        [_Written(a) for a in arrays if 0 < a.nbytes <= _HIDDEN and a.flags.c_contiguous and a._block is not None]
+    )
+
+
+class _Written:
+    """Where a launch wrote; keeps nothing alive."""
+
+    def __init__(self, array: EmulatedArray) -> None:
+        self.start, self.nbytes, self.block = int(array.ctypes.data), array.nbytes, weakref.ref(array._block)
 
 
 class _Gpu:
@@ -183,7 +193,7 @@ class _Gpu:
     def __init__(self, order: int, seed: int) -> None:
         self.order, self.seed = order, seed
         self.given: list[EmulatedArray] = []  # arrays of the launch being checked
-        self.written: deque[list[EmulatedArray]] = deque(maxlen=_LATE)  # by launches that may still run
+        self.written: deque[list[_Written]] = deque(maxlen=_LATE)  # by launches that may still run
         self._counters = empty(device.COUNTERS, np.int32)
         device.fill(self._counters, 0)
 
@@ -194,7 +204,8 @@ class _Gpu:
 
     def hide(self) -> None:
         """What launches wrote that may still run is not seen by the next one until it waits for them."""
-        arrays = {(a.ctypes.data, a.nbytes): a for made in self.written for a in made}
+        alive = {w: w.block() for made in self.written for w in made}
+        arrays = {(w.start, w.nbytes) for w, block in alive.items() if block is not None}
         n = len(arrays)
         at = (ctypes.c_void_p * max(n, 1))(*(start for start, _ in arrays))
         sizes = (ctypes.c_ulong * max(n, 1))(*(nbytes for _, nbytes in arrays))
