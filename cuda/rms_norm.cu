@@ -7,30 +7,7 @@
 // Read twice: x or h, the second time from L1.
 //
 // sizes: Act=bf16,float
-#include "common.cuh"
-
-// One row: sum of squares, then scale. x and out may be the same.
-template <int N>
-__device__ void norm_row(const Act* x, const float* w, Act* out, int D, float eps) {
-  // m = mean x^2
-  float sum = 0.0f;
-  for (int i = threadIdx.x * N; i < D; i += blockDim.x * N) {
-    const auto group = load<N>(x + i);
-#pragma unroll
-    for (int j = 0; j < N; j++) sum = fmaf(to_float(group.v[j]), to_float(group.v[j]), sum);
-  }
-  const float scale = 1.0f / sqrtf(block_sum(sum) / D + eps);
-
-  // y = x / sqrt(m + eps) * (1 + w)
-  for (int i = threadIdx.x * N; i < D; i += blockDim.x * N) {
-    const auto group = load<N>(x + i);
-    const auto delta = load<N>(w + i);
-    Pack<Act, N> y;
-#pragma unroll
-    for (int j = 0; j < N; j++) y.v[j] = from_float<Act>(to_float(group.v[j]) * scale * (1.0f + delta.v[j]));
-    store<N>(out + i, y);
-  }
-}
+#include "norm_row.cuh"
 
 // h += x, in the type of h.
 template <int N>
