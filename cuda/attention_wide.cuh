@@ -27,21 +27,6 @@ void multiply_values(float (&d)[N], const unsigned (&p)[4], const bf16* v, int s
   }
 }
 #else
-#define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
-#define SIXTY_FOUR(i) SIXTEEN(i), SIXTEEN(i + 16), SIXTEEN(i + 32), SIXTEEN(i + 48)
-#define D32                                                                                                           \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24" \
-  ", %25, %26, %27, %28, %29, %30, %31"
-#define D64                                                                                                           \
-  D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52"     \
-      ", %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define D128                                                                                                          \
-  D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84"     \
-      ", %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104"     \
-      ", %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121"        \
-      ", %122, %123, %124, %125, %126, %127"
-
 // N: columns; D: the numbers of d, then those of the next operands, then the operands that d is. From one panel of v to the
 // next are PANEL numbers.
 #define VALUES(N, D, P0, P1, P2, P3, V, ...)                                                                          \
@@ -55,12 +40,6 @@ void multiply_values(float (&d)[N], const unsigned (&p)[4], const bf16* v, int s
 VALUES(64, D32, 32, 33, 34, 35, 36, SIXTEEN(0), SIXTEEN(16))
 VALUES(128, D64, 64, 65, 66, 67, 68, SIXTY_FOUR(0))
 VALUES(256, D128, 128, 129, 130, 131, 132, SIXTY_FOUR(0), SIXTY_FOUR(64))
-#undef FOUR
-#undef SIXTEEN
-#undef SIXTY_FOUR
-#undef D32
-#undef D64
-#undef D128
 #undef VALUES
 #endif
 

@@ -38,6 +38,7 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(P) : "memory");
 }
 
+// Operands of products, here and in attention_wide.cuh: so many numbers of d, and their names.
 #define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
 #define SIXTY_FOUR(i) SIXTEEN(i), SIXTEEN(i + 16), SIXTEEN(i + 32), SIXTEEN(i + 48)
@@ -85,15 +86,6 @@ PRODUCTS_E4M3(32, D16, 16, 17, 18, SIXTEEN(0))
 PRODUCTS_E4M3(64, D32, 32, 33, 34, SIXTEEN(0), SIXTEEN(16))
 PRODUCTS_E4M3(128, D64, 64, 65, 66, SIXTY_FOUR(0))
 
-#undef FOUR
-#undef SIXTEEN
-#undef SIXTY_FOUR
-#undef D4
-#undef D8
-#undef D16
-#undef D32
-#undef D64
-#undef D128
 #undef PRODUCTS
 #undef PRODUCTS_E4M3
 
