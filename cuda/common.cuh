@@ -35,9 +35,9 @@ __device__ __forceinline__ void after_previous() {
 #endif
 }
 
-// The same for `embedding`, with which every pass over the rows begins: the kernels behind it may read, before their own
-// after_previous(), what was written before it: the forest, slots, windows, states, rings and their lengths. None of them
-// is launched before the wait here is over. At least one block of every kernel has to wait.
+// The same for `embedding` and `mtp_inputs`, with which passes over rows begin: kernels behind them may read, before
+// their own after_previous(), what was written before it: the forest, slots, windows, states, rings and their lengths. None
+// of them is launched before the wait here is over. At least one block of every kernel has to wait.
 __device__ __forceinline__ void after_all_previous() {
 #ifdef EMULATED
   emulated::previous_done();
