@@ -13,11 +13,11 @@ from boleinfer.layers import Weights, gated_attention, gated_deltanet, remember
 from boleinfer.ops.embedding import embedding
 from boleinfer.ops.linear import head, linear
 from boleinfer.ops.mtp_inputs import mtp_inputs
-from boleinfer.ops.norms import add_rms_norm, rms_norm
 from boleinfer.ops.rope import rope_table
+from boleinfer.residual import Residual, normed
 from boleinfer.state import Batch, Factors, GDNLayer, KVLayer, State
 
-FFN = Callable[[Array, Weights, ModelConfig], Array]
+FFN = Callable[[Residual, Weights, ModelConfig], tuple[Array, Array]]
 Watch = Callable[[int, Array], None]
 
 
@@ -50,19 +50,18 @@ class Decoder:
         stream = embedding(batch.forest.token, self.weights["embed_tokens"], state.dtype)  # [R, D]
         rotation = rope_table(batch.forest.position, self._inv_freq, c.rope.attention_factor)
         pending: list[Factors | None] = []
-        following = [*(w["input_layernorm"] for w in self._layers[1:]), self.weights["norm"]]
-        x = rms_norm(stream, self._layers[0]["input_layernorm"], eps)
-        for i, (w, memory, next_norm) in enumerate(zip(self._layers, state.layers, following)):
+        y, factors = None, None
+        for i, (w, memory) in enumerate(zip(self._layers, state.layers)):
+            before = Residual(stream, y, w["input_layernorm"], eps)
             if isinstance(memory, GDNLayer):
-                y, factors = gated_deltanet(x, w["linear_attn"], c, memory, batch)
+                y, stream, factors = gated_deltanet(before, w["linear_attn"], c, memory, batch)
             else:
-                y, factors = gated_attention(x, w["self_attn"], c, memory, batch, rotation), None
+                (y, stream), factors = gated_attention(before, w["self_attn"], c, memory, batch, rotation), None
             if watch is not None:
                 watch(i, y)
-            x = add_rms_norm(stream, y, w["post_attention_layernorm"], eps)
-            x = add_rms_norm(stream, self.ffn(x, w["mlp"], c), next_norm, eps)
+            y, stream = self.ffn(Residual(stream, y, w["post_attention_layernorm"], eps), w["mlp"], c)
             pending.append(factors)
-        return x, pending
+        return normed(Residual(stream, y, self.weights["norm"], eps))[0], pending
 
     def logits(self, hidden: Array, head: Array | None = None) -> Array:
         """Hidden rows [n, D] times the head: float32 [n, vocab].
@@ -98,10 +97,10 @@ class Decoder:
         x = fc [norm(embedding(token)) ; norm(hidden)], then a full-attention layer with a KV cache of its own
         (equation: transformers' MtpModel)."""
         c, w, eps = self.config, self._mtp, self.config.rms_norm_eps
-        stream, x, rotation, memory = self._mtp_inputs(token, hidden, position, state, source)
-        y = gated_attention(x, w["self_attn"], c, memory, batch, rotation, rows)
-        x = add_rms_norm(stream, y, w["post_attention_layernorm"], eps)
-        return add_rms_norm(stream, self.ffn(x, w["mlp"], c), self.weights["mtp.norm"], eps)
+        before, rotation, memory = self._mtp_inputs(token, hidden, position, state, source)
+        y, stream = gated_attention(before, w["self_attn"], c, memory, batch, rotation, rows)
+        y, stream = self.ffn(Residual(stream, y, w["post_attention_layernorm"], eps), w["mlp"], c)
+        return normed(Residual(stream, y, self.weights["mtp.norm"], eps))[0]
 
     def mtp_memory(
         self,
@@ -113,13 +112,13 @@ class Decoder:
         source: Array | None = None,
     ) -> None:
         """Of a pass of the MTP layer over all rows of the batch what later ones need: its keys and values."""
-        _, x, rotation, memory = self._mtp_inputs(token, hidden, position, state, source)
-        remember(x, self._mtp["self_attn"], self.config, memory, batch, rotation)
+        before, rotation, memory = self._mtp_inputs(token, hidden, position, state, source)
+        remember(before, self._mtp["self_attn"], self.config, memory, batch, rotation)
 
     def _mtp_inputs(
         self, token: Array, hidden: Array, position: Array, state: State, source: Array | None
-    ) -> tuple[Array, Array, tuple[Array, Array], KVLayer]:
-        """The MTP layer's residual stream and its normed rows [n, D], their rotation, and the layer's pages."""
+    ) -> tuple[Residual, tuple[Array, Array], KVLayer]:
+        """What the MTP layer reads, [n, D], the rows' rotation, and the layer's pages."""
         w, eps, all_ = self._mtp, self.config.rms_norm_eps, self.weights
         if not w or state.mtp is None:
             raise ValueError("this checkpoint, or the state made for it, has no MTP layer")
@@ -129,7 +128,7 @@ class Decoder:
             token, all_["embed_tokens"], norms[0], hidden, norms[1], *angles, eps, source
         )  # [n, 2 D]
         stream = linear(x, all_["mtp.fc"])  # [n, D]
-        return stream, rms_norm(stream, w["input_layernorm"], eps), tuple(rotation), state.mtp
+        return Residual(stream, None, w["input_layernorm"], eps), tuple(rotation), state.mtp
 
 
 def _under(weights: Weights, prefix: str) -> dict:

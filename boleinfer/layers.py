@@ -1,7 +1,8 @@
 """The layers of the Qwen hybrids as equations over ops: gated DeltaNet, gated attention, dense and MoE feed-forward.
 
-Each takes the rows x [R, D] of a forest, its own weights (names without their prefix, see weights) and its memory;
-none of them writes what is committed. Equations: transformers' modeling_qwen3_next / modeling_qwen3_5.
+Each takes the residual stream before it, [R, D] of a forest's rows, its own weights (names without their prefix, see
+weights) and its memory, and returns what it adds to the stream, [R, D], and the stream with what was to be added before
+(residual.py); none of them writes what is committed. Equations: transformers' modeling_qwen3_next / modeling_qwen3_5.
 """
 
 from __future__ import annotations
@@ -16,71 +17,78 @@ from boleinfer.device import Array, Fp8
 from boleinfer.gdn_core import gdn_core
 from boleinfer.ops.attention import tree_attention
 from boleinfer.ops.attention_inputs import attention_inputs
-from boleinfer.ops.linear import gated_linear, linear, linear_pair
+from boleinfer.ops.linear import gated_linear, linear
 from boleinfer.ops.moe import Shared, add_shared, joins, moe
+from boleinfer.residual import Residual, norm_gated_linear, norm_linear, norm_linear_pair, normed
 from boleinfer.state import Batch, Factors, GDNLayer, KVLayer
 
 Weights = Mapping[str, Any]  # arrays, and on the GPU FP8 matrices
 
 
-def gated_deltanet(x: Array, w: Weights, c: ModelConfig, memory: GDNLayer, batch: Batch) -> tuple[Array, Factors]:
+def gated_deltanet(
+    r: Residual, w: Weights, c: ModelConfig, memory: GDNLayer, batch: Batch
+) -> tuple[Array, Array, Factors]:
     """S_n = e^g S_parent + k u^T, u = beta (v - e^g S_parent^T k), o = S_n^T q, for every node of the forest.
 
-    Returns the layer's output [R, D] and what the rows would add to the memory."""
+    Returns also what the rows would add to the memory."""
     Hk, K, Hv, V = c.linear_num_key_heads, c.linear_key_head_dim, c.linear_num_value_heads, c.linear_value_head_dim
-    qkvz, ba = linear_pair(x, w["in_proj_qkvz"], w["in_proj_ba"])  # [R, 2 Hk K + 2 Hv V], float32 [R, 2 Hv]
+    (qkvz, ba), stream = norm_linear_pair(r, w["in_proj_qkvz"], w["in_proj_ba"])  # [R, 2 Hk K + 2 Hv V], [R, 2 Hv]
     gates, remembered = (w["A_log"], w["dt_bias"]), (memory.window, memory.S, memory.ring)
     y, k, u, g = gdn_core(
         qkvz, ba, w["conv1d"], *gates, w["norm"], c.rms_norm_eps, *remembered, batch.slot, batch.forest, (Hk, K, Hv, V)
     )  # y, u [R, Hv, V]
-    return linear(y.reshape(len(x), Hv * V), w["out_proj"]), Factors(qkvz[:, : 2 * Hk * K + Hv * V], k, u, g)
+    out = linear(y.reshape(len(y), Hv * V), w["out_proj"])
+    return out, stream, Factors(qkvz[:, : 2 * Hk * K + Hv * V], k, u, g)
 
 
 def gated_attention(
-    x: Array,
+    r: Residual,
     w: Weights,
     c: ModelConfig,
     memory: KVLayer,
     batch: Batch,
     rotation: tuple[Array, Array],
     rows: Array | None = None,
-) -> Array:
-    """Softmax attention over the committed past and the node's own path, its output gated: [R, D].
+) -> tuple[Array, Array]:
+    """Softmax attention over the committed past and the node's own path, its output gated.
 
-    rotation: cos and sin of the rows' positions; rows: which rows of the forest x holds (None: all of them)."""
-    Hq, Hkv, Dh, R = c.num_attention_heads, c.num_key_value_heads, c.head_dim, len(x)
-    qgkv = linear(x, w["qgkv_proj"])  # [R, (2 Hq + 2 Hkv) Dh]
+    rotation: cos and sin of the rows' positions; rows: which rows of the forest the stream has (None: all of them)."""
+    Hq, Hkv, Dh, R = c.num_attention_heads, c.num_key_value_heads, c.head_dim, len(r.stream)
+    qgkv, stream = norm_linear(r, w["qgkv_proj"])  # [R, (2 Hq + 2 Hkv) Dh]
     gate = qgkv[:, Hq * Dh : 2 * Hq * Dh].reshape(R, Hq, Dh)
     pages = memory.k, memory.v, batch.page_table, batch.forest
     q = attention_inputs(qgkv, w["q_norm"], w["k_norm"], c.rms_norm_eps, *rotation, *pages, (Hq, Hkv, Dh), rows)
     o = tree_attention(q, gate, *pages, Dh**-0.5, rows)  # [R, Hq, Dh]
-    return linear(o.reshape(R, Hq * Dh), w["o_proj"])
+    return linear(o.reshape(R, Hq * Dh), w["o_proj"]), stream
 
 
 def remember(
-    x: Array, w: Weights, c: ModelConfig, memory: KVLayer, batch: Batch, rotation: tuple[Array, Array]
+    r: Residual, w: Weights, c: ModelConfig, memory: KVLayer, batch: Batch, rotation: tuple[Array, Array]
 ) -> None:
     """Writes the keys and values of all rows, as gated_attention does, and computes nothing else of it."""
     Hq, Hkv, Dh = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-    kv = linear(x, _features_from(w["qgkv_proj"], 2 * Hq * Dh))  # [R, 2 Hkv Dh]
+    kv, _ = norm_linear(r, _features_from(w["qgkv_proj"], 2 * Hq * Dh))  # [R, 2 Hkv Dh]
     pages = memory.k, memory.v, batch.page_table, batch.forest
     attention_inputs(kv, w["q_norm"], w["k_norm"], c.rms_norm_eps, *rotation, *pages, (0, Hkv, Dh))
 
 
-def dense_ffn(x: Array, w: Weights, c: ModelConfig) -> Array:
-    """down(silu(gate x) * up x): [R, D]."""
-    return linear(gated_linear(x, w["gate_up_proj"]), w["down_proj"])
+def dense_ffn(r: Residual, w: Weights, c: ModelConfig) -> tuple[Array, Array]:
+    """down(silu(gate x) * up x)."""
+    x, stream = norm_gated_linear(r, w["gate_up_proj"])
+    return linear(x, w["down_proj"]), stream
 
 
-def moe_ffn(x: Array, w: Weights, c: ModelConfig) -> Array:
-    """The chosen experts' weighted sum plus the shared expert, itself gated: [R, D]."""
+def moe_ffn(r: Residual, w: Weights, c: ModelConfig) -> tuple[Array, Array]:
+    """The chosen experts' weighted sum plus the shared expert, itself gated."""
+    x, stream = normed(r)
     experts = w["experts.gate_up_proj"], w["experts.down_proj"]
     shared = Shared(w["shared_expert_gate"], w["shared_expert.gate_up_proj"], w["shared_expert.down_proj"])
     chosen = c.num_experts_per_tok, c.norm_topk_prob
     if joins(x, *experts, shared):
-        return moe(x, w["gate"], *experts, *chosen, shared)
+        return moe(x, w["gate"], *experts, *chosen, shared), stream
     routed = moe(x, w["gate"], *experts, *chosen)
-    return add_shared(routed, linear(x, shared.gate, np.float32), linear(gated_linear(x, shared.gate_up), shared.down))
+    own = linear(x, shared.gate, np.float32), linear(gated_linear(x, shared.gate_up), shared.down)
+    return add_shared(routed, *own), stream
 
 
 def _features_from(w: Array | Fp8, first: int) -> Array | Fp8:

@@ -18,6 +18,7 @@ from boleinfer.layers import gated_deltanet
 from boleinfer.llm import BUNDLED
 from boleinfer.memory_plan import Memory
 from boleinfer.published import PUBLISHED
+from boleinfer.residual import Residual
 from boleinfer.state import Batch, State
 from tests import emulator
 from tests.published import stored
@@ -97,7 +98,8 @@ def test_bytes_of_a_node_are_those_of_the_arrays(name, gpu, monkeypatch):
         state.take(1)
         forest = Forest.of([Tree.of([0] * R, [-1, 0, 0])], [0])
         batch = Batch(upload(forest) if gpu else forest, make(np.zeros(1, np.int32)), make(np.zeros((1, 1), np.int32)))
-        _, f = gated_deltanet(make(np.zeros((R, 16), act)), w, c, state.layers[0], batch)
+        before = Residual(make(np.zeros((R, 16), act)), None, make(np.ones(16, np.float32)), 1e-6)
+        _, _, f = gated_deltanet(before, w, c, state.layers[0], batch)
         layer = state.layers[0]
         found = {
             "factors": (f.k.nbytes + f.u.nbytes + f.g.nbytes) // R,
