@@ -33,7 +33,8 @@ from boleinfer.sampling import BROKEN
 from boleinfer.scheduler import Work
 from boleinfer.state import Batch, Place, State
 
-SMALLEST, LARGEST_CAPTURED = 8, 128  # rows of an envelope; larger steps read prompts and run kernel by kernel
+ONE = 1  # row of the envelope in which a lone request decodes plainly
+SMALLEST, LARGEST_CAPTURED = 8, 128  # rows of the others; larger steps read prompts and run kernel by kernel
 LEVEL_ROWS = 8  # nodes of a level of all drafts together, where more requests have one each
 FEWEST_DRAFTED = 16  # rows of an envelope whose step drafts
 ALONE_ROWS = 16  # rows that are accepted of a request that decodes alone, at most
@@ -162,7 +163,8 @@ class CudaExecutor:
                 self._heads[ids] = DraftHead(head, ids)
 
     def capture(self) -> None:
-        for size in {min(SMALLEST << i, self._max_rows) for i in range((LARGEST_CAPTURED // SMALLEST).bit_length())}:
+        sizes = {min(SMALLEST << i, self._max_rows) for i in range((LARGEST_CAPTURED // SMALLEST).bit_length())}
+        for size in {ONE} | sizes:
             self._frame(size, 0)
             self._frame(size, 0, single=True)
             for way in range(1, 1 + len(self._drafting)) if size >= min(FEWEST_DRAFTED, self._max_rows) else ():
@@ -344,7 +346,7 @@ class CudaExecutor:
 
     def _envelope(self, rows: int, way: int) -> int:
         """Rows of the smallest frame that holds so many."""
-        size = FEWEST_DRAFTED if way else SMALLEST
+        size = FEWEST_DRAFTED if way else ONE if rows == ONE else SMALLEST
         while size < rows:
             size *= 2
         return min(size, self._max_rows)

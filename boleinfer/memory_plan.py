@@ -14,7 +14,7 @@ from itertools import product
 from typing import NamedTuple
 
 from boleinfer.config import ConfigError, ModelConfig
-from boleinfer.cuda_executor import LARGEST_CAPTURED, SMALLEST, DraftPlan, sampled_rows
+from boleinfer.cuda_executor import LARGEST_CAPTURED, ONE, SMALLEST, DraftPlan, sampled_rows
 from boleinfer.device_waiting import RING
 from boleinfer.draft_head import bytes_of, rows_of
 from boleinfer.ops.attention import SCRATCH, splits_of
@@ -178,7 +178,7 @@ def slot_tables(needs: Needs, o: Options) -> int:
 
 def envelopes(max_rows: int) -> list[int]:
     """The sizes of steps, as CudaExecutor makes them."""
-    found = [min(SMALLEST, max_rows)]
+    found = [ONE] if max_rows == ONE else [ONE, min(SMALLEST, max_rows)]
     while found[-1] < max_rows:
         found.append(min(2 * found[-1], max_rows))
     return found

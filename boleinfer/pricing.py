@@ -17,7 +17,7 @@ import numpy as np
 import boleinfer
 from boleinfer import device, nvrtc, provenance
 from boleinfer.costs import CostFiles, CostTable
-from boleinfer.cuda_executor import LARGEST_CAPTURED, SMALLEST
+from boleinfer.cuda_executor import LARGEST_CAPTURED, ONE, SMALLEST
 from boleinfer.executor import Executor
 from boleinfer.forest import Tree
 from boleinfer.memory_plan import Options, envelopes
@@ -74,7 +74,9 @@ def measure(executor: Executor, o: Options, limit_s: float = LIMIT_S) -> CostTab
     Each is measured several times, in rounds, and the least counts: other programs disturb none of them every time."""
     gpu = executor.state.gpu
     most = min(o.max_rows, LARGEST_CAPTURED, o.max_batch * (1 + o.draft_nodes))
-    sizes = [n for n in envelopes(o.max_rows) if n < 2 * most and n <= LARGEST_CAPTURED] if gpu else _doubling(most)
+    sizes = _doubling(most)
+    if gpu:  # what a lone row takes is known from `single`
+        sizes = [n for n in envelopes(o.max_rows)[1:] or [ONE] if n < 2 * most and n <= LARGEST_CAPTURED]
     batches = sorted({1, min(SMALLEST, o.max_batch), o.max_batch} if gpu else {1, o.max_batch})
     room = o.context - MOST_REPEATS * (2 + max(executor.depths, default=0))
     contexts = sorted({max(0, min(T, room)) for T in CONTEXTS})
