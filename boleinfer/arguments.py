@@ -26,7 +26,7 @@ class Arrays(Protocol):
 
     def address(self, array: Any) -> int: ...
 
-    def tensor_map(self, array: Any, box_rows: int) -> np.generic: ...
+    def tensor_map(self, array: Any, box: tuple[int, ...]) -> np.generic: ...
 
 
 def check_constants(source: KernelFile, constants: Mapping[str, Constant]) -> dict[str, Constant]:
@@ -185,17 +185,18 @@ class _Check:
             raise self.fail(parameter, found, f"expected {steps}{self._sources(parameter)}")
 
     def tensor_map(self, parameter: Parameter, array: Any) -> np.generic:
-        """The TensorMap of a matrix whose layout is right, once it is one that cuda/tma.cuh can read."""
+        """The TensorMap of an array whose layout is right, once it is one that cuda/tma.cuh can read."""
         assert parameter.box is not None
-        rows, address = self._value(parameter, parameter.box), self.arrays.address(array)
-        if not 1 <= rows <= MOST_BOX_ROWS:
-            remedy = f"1 to {MOST_BOX_ROWS} are possible: change the constants"
-            raise self.fail(parameter, f"read in boxes of {rows} rows", remedy)
-        pitch = array.strides[0] if len(array) > 1 else array.nbytes
-        if address % 16 or pitch % 16:
-            found = f"at address {address:#x} with rows {pitch} bytes apart"
-            raise self.fail(parameter, found, "both must be multiples of 16: pass a copy, or use another kernel")
-        return self.arrays.tensor_map(array, rows)
+        box, address = tuple(self._value(parameter, dim) for dim in parameter.box), self.arrays.address(array)
+        for rows in box:
+            if not 1 <= rows <= MOST_BOX_ROWS:
+                remedy = f"1 to {MOST_BOX_ROWS} are possible: change the constants"
+                raise self.fail(parameter, f"read in boxes of {rows} rows", remedy)
+        for pitch in pitches(array):
+            if address % 16 or pitch % 16:
+                found = f"at address {address:#x} with rows {pitch} bytes apart"
+                raise self.fail(parameter, found, "both must be multiples of 16: pass a copy, or use another kernel")
+        return self.arrays.tensor_map(array, box)
 
     def _value(self, parameter: Parameter, dim: Dim) -> int:
         try:
@@ -220,6 +221,12 @@ class _Check:
             if shared and (first.writes or second.writes):
                 remedy = "both are declared __restrict__ and one is written: pass separate arrays"
                 raise self.fail(second, f"in the same memory as {first.name}", remedy)
+
+
+def pitches(array: Any) -> list[int]:
+    """Bytes from one number to the next on each axis but the last; of a row where there is only one."""
+    row_bytes = array.shape[-1] * array.dtype.itemsize
+    return [step if extent > 1 else row_bytes for extent, step in zip(array.shape[:-1], array.strides)]
 
 
 def _number(value: Any, dtype: np.dtype) -> np.generic | None:

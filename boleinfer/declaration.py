@@ -13,8 +13,8 @@ A kernel is written with one parameter a line, and a comment that states each ar
 
 Capital names are sizes: a bare one is bound by the array, an expression (+ - * / % and parentheses, / rounds down) is
 computed. Without `strides` (in elements) an array is C-contiguous. `Each` (common.cuh) is up to MOST_EACH arrays that
-are alike, such as one of each layer. A `TensorMap` (tma.cuh) describes a matrix that is read in boxes of so many rows,
-128 bytes wide. The file's leading comment may hold:
+are alike, such as one of each layer. A `TensorMap` (tma.cuh) describes a matrix, or rows on two axes, that is read in
+boxes of so many rows, 128 bytes wide. The file's leading comment may hold:
 
     // sizes: K=64,128 Act=bf16 | K=3 Act=float     what to compile in tests: sets of compile-time constants
     // arch: 90a                                    runs on these architectures only (default: on all)
@@ -105,7 +105,7 @@ class Parameter:
     type:    its C type without const and *, or the name of a type constant
     aligned: its address is a multiple of this many bytes
     each:    it is an Each of arrays, passed as a list of them
-    box:     it is a TensorMap of a matrix, of which so many rows are read at once
+    box:     it is a TensorMap, of which so many rows are read at once, on each axis but the last
     text:    the line as written, for messages
     """
 
@@ -120,7 +120,7 @@ class Parameter:
     line: int
     text: str
     each: bool = False
-    box: Dim | None = None
+    box: tuple[Dim, ...] | None = None
 
     @property
     def by_value(self) -> bool:
@@ -270,7 +270,7 @@ def _parameter(code: str, comment: str, raw: str, line: int, path: Path, types: 
     if array and shape is None:
         _refuse(path, line, raw, "an array's comment begins with its shape, such as // [R, D]")
     strides = re.search(r"\bstrides \[([^\]]*)\]", comment) if array else None
-    box = re.search(r"\bbox \[([^\],]+)\]", comment) if struct and struct["how"] == "TensorMap" else None
+    box = re.search(r"\bbox \[([^\]]+)\]", comment) if struct and struct["how"] == "TensorMap" else None
     aligned = re.search(r"\baligned (\d+)\b", comment) if array else None
     parameter = Parameter(
         name=match["name"],
@@ -284,13 +284,14 @@ def _parameter(code: str, comment: str, raw: str, line: int, path: Path, types: 
         line=line,
         text=" ".join(raw.split()),
         each=struct is not None and struct["how"] == "Each",
-        box=_dims(box[1], raw, line, path)[0] if box else None,
+        box=_dims(box[1], raw, line, path) if box else None,
     )
     if parameter.strides is not None and len(parameter.strides) != len(parameter.shape or ()):
         _refuse(path, line, raw, "shape and strides differ in length")
-    matrix = not parameter.writes and len(parameter.shape or ()) == 2
-    if struct and struct["how"] == "TensorMap" and not (matrix and parameter.box):
-        _refuse(path, line, raw, "a TensorMap is of a const matrix, such as // [R, D] box [64]")
+    axes, boxed = len(parameter.shape or ()), len(parameter.box or ()) + 1
+    if struct and struct["how"] == "TensorMap" and (parameter.writes or axes not in (2, 3) or axes != boxed):
+        example = "// [R, D] box [64] or // [B, R, D] box [2, 64]"
+        _refuse(path, line, raw, f"a TensorMap is of a const array of two or three axes, such as {example}")
     return parameter
 
 

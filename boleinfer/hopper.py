@@ -11,13 +11,12 @@ from boleinfer import device, kernels
 from boleinfer.device import Array
 
 FILE = "linear_hopper.cu"
-FIXED_ROWS = 128  # up to which a row's bits do not depend on the rows beside it
+RANGES = 8  # of k, as in the kernel
 LONG, SHORT = 200 * 1024, 106 * 1024  # bytes of a ring; two blocks with SHORT ones fit on a multiprocessor
 LONG_FROM = 384 * 1024  # bytes that a block reads from which it has a LONG one
 MOST_DEPTH = 24  # places of a ring
 MOST_PROCESSORS = 144  # of a GPU of this architecture
-TO_JOIN, TO_JOIN_ONE, MOST_PARTS = 50_000, 6_600, 16  # what parts cost, in bytes that could be read meanwhile
-X_ROWS = 4  # rows of w that x counts for in each tile
+TO_JOIN = 50_000  # what joining parts costs beside reading their sums, in bytes that could be read meanwhile
 QUICKEST = 1.2  # how much faster a multiprocessor reads than at its share of the bandwidth, when others are idle
 
 
@@ -29,30 +28,38 @@ class Cut(NamedTuple):
     parts: int
 
     def tiles(self, *widths: int) -> int:
-        """Of matrices of so many features each."""
+        """Of matrices of so many rows each."""
         return sum(-(-width // (64 * self.groups)) for width in widths)
+
+    def kept(self) -> int:
+        """Sums of a cut tile: of its first part, and of each range behind it."""
+        return RANGES - RANGES // self.parts + 1
+
+    def sum_bytes(self, rows: int) -> int:
+        """Of one of these."""
+        return 4 * 64 * self.groups * rows
 
 
 @functools.cache
-def cut(widths: tuple[int, ...], row_bytes: int, slabs: int, processors: int) -> Cut:
-    """The cut that should take the least time. It depends on the matrices alone, and with it a row's bits.
+def cut(widths: tuple[int, ...], row_bytes: int, rows: int, processors: int) -> Cut:
+    """The cut that should take the least time; the bits of the results do not depend on it.
 
-    widths: features of the results; row_bytes: of a row of w; slabs: 2 where each feature takes two of them.
+    widths: rows of the matrices; row_bytes: of such a row; rows: of x in a tile
     Blocks take full rounds of tiles with all of k; k of the tiles left is cut so that each block has one piece more.
     """
 
     def cost(c: Cut) -> float:
-        """Bytes that a multiprocessor could read meanwhile at its share of the bandwidth."""
-        tile = (64 * c.groups * slabs + X_ROWS) * row_bytes
+        """Bytes that a multiprocessor could read meanwhile at its share of the bandwidth. Those of x are in L2."""
+        tile = (64 * c.groups + rows / 2) * row_bytes
         rounds, left = divmod(c.tiles(*widths), processors)
         at_the_end = max(tile * left / processors, tile / c.parts / QUICKEST) if left else 0
-        return rounds * tile + at_the_end + (TO_JOIN + TO_JOIN_ONE * c.parts if c.parts > 1 else 0)
+        return rounds * tile + at_the_end + (TO_JOIN + c.kept() * c.sum_bytes(rows) if c.parts > 1 else 0)
 
     candidates = []
-    for groups in (3, 2, 1)[slabs - 1 :]:
+    for groups in (3, 2, 1):
         tiles = Cut(groups, 0, 1).tiles(*widths)
         left = tiles % processors
-        most = max(1, min(MOST_PARTS, processors // left, row_bytes // 128)) if left else 1
+        most = min(RANGES, processors // left) if left and row_bytes >= 128 * RANGES else 1
         candidates += [Cut(groups, tiles - left if parts > 1 else tiles, parts) for parts in range(1, most + 1)]
     return min(candidates, key=cost)
 
@@ -76,26 +83,29 @@ def product(
     w_more: [More, Din] of the type of w, and more = x w_more^T in float32, in the same launch
     use, allowed, largest: as in linear.head
     Rows of x and of w are whole 16-byte words at multiples of 16 bytes. Raises KernelError for what does not fit."""
-    (Xr, Din), Dout, fp8 = x.shape, len(w), inverse is not None
-    R = Xr // 2 if fp8 else Xr
-    slabs, processors, chunks = 1 + gated, device.multiprocessors(), -(-Din * w.itemsize // 128)
-    widths = (Dout // slabs,) if w_more is None else (Dout // slabs, len(w_more))
-    c = cut(widths, Din * w.itemsize, slabs, processors) if R <= FIXED_ROWS else Cut(2, Cut(2, 0, 1).tiles(*widths), 1)
-    most = (32 if gated else 64) if fp8 else (128 if gated or R <= FIXED_ROWS else 256)
-    rows = next(n for n in (8, 16, 32, 64, 128, 256) if n >= min(R, most))
-    row_tiles, cut_tiles = -(-R // rows), c.tiles(*widths) - c.whole
+    (Xr, Din), fp8, row_bytes, processors = x.shape, inverse is not None, w[0].nbytes, device.multiprocessors()
+    R, halves, chunks = Xr // 2 if fp8 else Xr, 1 + gated, -(-row_bytes // 128)
+    widths = (len(w),) if w_more is None else (len(w), len(w_more))
+    most = 64 if fp8 else 128
+    rows = next(n for n in (8, 16, 32, 64, 128) if n >= min(R, most))
+    row_tiles = -(-R // rows)
+    c = cut(widths, row_bytes, rows, processors)
+    if row_tiles > 1:
+        c = Cut(c.groups, c.tiles(*widths), 1)
+    cut_tiles = c.tiles(*widths) - c.whole
     units = row_tiles * (c.whole + cut_tiles * c.parts)
-    place = 8192 * c.groups * slabs + 128 * rows * (1 + fp8)
+    place = 8192 * c.groups + 128 * rows * (1 + fp8)
     each = -(-row_tiles * c.whole // processors) * chunks + -(-chunks // c.parts)  # chunks of a block, about
     ring = LONG if each * place >= LONG_FROM else SHORT
     depth = max(2, min(ring // place, each, MOST_DEPTH))
     sums, tickets = None, None
     if cut_tiles:
-        sums = device.empty(row_tiles * cut_tiles * c.parts * 64 * c.groups * slabs * rows, np.float32)
+        sums = device.empty(row_tiles * cut_tiles * c.kept() * c.sum_bytes(rows) // 4, np.float32)
         tickets = device.counters(row_tiles * cut_tiles * 4 * c.groups)
-    arrays = {"x": x, "w": w, "w_more": w_more, "scale": scale, "sums": sums, "tickets": tickets}
-    arrays |= {"use": use, "allowed": allowed, "largest": largest, "inverse": inverse}
-    sizes = {"R": R, "Xr": Xr, "Ldx": x.strides[0] // x.itemsize if Xr > 1 else Din, "Din": Din, "Dout": Dout}
+    in_turn = w.reshape(halves, len(w) // halves, -1).swapaxes(0, 1)  # [width, halves, Din]: rows of gate and of up
+    arrays = {"x": x, "w": in_turn, "w_more": None if w_more is None else w_more[:, None], "scale": scale}
+    arrays |= {"sums": sums, "tickets": tickets, "use": use, "allowed": allowed, "largest": largest, "inverse": inverse}
+    sizes = {"R": R, "Xr": Xr, "Ldx": x.strides[0] // x.itemsize if Xr > 1 else Din, "Din": Din, "Width": len(in_turn)}
     sizes["Pad"] = 0 if inverse is None else inverse.shape[1]
     sizes |= {"More": 0 if w_more is None else len(w_more), "Whole": c.whole, "Parts": c.parts, "Depth": depth}
     sizes |= {"Sums": 0 if sums is None else sums.size, "Tickets": 0 if tickets is None else tickets.size}
@@ -104,7 +114,7 @@ def product(
         FILE,
         "linear_hopper",
         min(processors, units),
-        32 * (4 * c.groups + 2),
+        128 * (c.groups + 1),
         {**arrays, "out": out, "more": more, **sizes},
         shared=1024 + depth * place,
         constants={"Wt": device.c_type(w), "Out": device.c_type(out), **tile},
@@ -113,5 +123,5 @@ def product(
 
 def most_sums(R: int, widest: int) -> int:
     """Float32 numbers that a product keeps beside its result, at most, for R rows or fewer of so many features."""
-    rows = min(FIXED_ROWS, 1 << max(3, (R - 1).bit_length()))
-    return 2 * min(MOST_PARTS * (widest + 192), MOST_PROCESSORS * 192) * rows
+    rows = min(128, 1 << max(3, (R - 1).bit_length()))
+    return min(2 * RANGES * (widest + 192), MOST_PROCESSORS // 2 * Cut(3, 0, 2).kept() * 192) * rows

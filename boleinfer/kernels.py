@@ -21,7 +21,7 @@ import numpy as np
 
 import boleinfer
 from boleinfer import nvrtc
-from boleinfer.arguments import check_arguments, check_constants
+from boleinfer.arguments import check_arguments, check_constants, pitches
 from boleinfer.declaration import Constant, KernelError, KernelFile, read
 from boleinfer.nvrtc import ToolchainError
 
@@ -183,26 +183,26 @@ class Gpu:
         """The device address of its first element."""
         return int(array.data.ptr)
 
-    def tensor_map(self, array: Any, box_rows: int) -> np.generic:
-        """The TensorMap by which cuda/tma.cuh reads a matrix: its bytes."""
-        (rows, columns), itemsize = array.shape, array.dtype.itemsize
+    def tensor_map(self, array: Any, box: tuple[int, ...]) -> np.generic:
+        """The TensorMap by which cuda/tma.cuh reads an array: its bytes."""
+        axes, itemsize = array.ndim, array.dtype.itemsize
         made = ctypes.create_string_buffer(128 + 64)
         start = -ctypes.addressof(made) % 64
         status = self._driver.cuTensorMapEncodeTiled(
             ctypes.byref(made, start),
             {1: _UINT8, 2: _BFLOAT16}[itemsize],
-            2,
+            axes,
             ctypes.c_void_p(self.address(array)),
-            (ctypes.c_uint64 * 2)(columns, rows),  # innermost first, as in the next three
-            (ctypes.c_uint64 * 1)(array.strides[0] if rows > 1 else columns * itemsize),
-            (ctypes.c_uint32 * 2)(128 // itemsize, box_rows),
-            (ctypes.c_uint32 * 2)(1, 1),
+            (ctypes.c_uint64 * axes)(*array.shape[::-1]),  # innermost first, as in the next three
+            (ctypes.c_uint64 * (axes - 1))(*pitches(array)[::-1]),
+            (ctypes.c_uint32 * axes)(128 // itemsize, *box[::-1]),
+            (ctypes.c_uint32 * axes)(*[1] * axes),
             *(_NOT_INTERLEAVED, _SWIZZLE_128B, _L2_128B, _ZEROS_OUTSIDE),
         )
         if status:
             raise KernelError(
                 f"cuTensorMapEncodeTiled gives error {status} for {array.dtype.name} {list(array.shape)} in boxes of "
-                f"{box_rows} rows: the driver is older than CUDA 12, or the matrix is larger than it can describe"
+                f"{list(box)} rows: the driver is older than CUDA 12, or the array is larger than it can describe"
             )
         return np.void(made.raw[start : start + 128])
 

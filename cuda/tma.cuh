@@ -1,8 +1,8 @@
 // Tiles of matrices from global into shared memory without registers, and the barriers that tell when they are there
 // (sm_90).
 //
-// A TensorMap describes a matrix (the launcher makes it from the parameter's declaration); load_tile copies a box of
-// it, zeros where the box leaves the matrix. A row of a box has 128 bytes, and its 16-byte words are swizzled: word u
+// A TensorMap describes a matrix, or rows on two axes (the launcher makes it from the parameter's declaration); load_tile
+// copies a box of it, zeros where the box leaves it. A row of a box has 128 bytes, and its 16-byte words are swizzled: word u
 // of row r lies in place u ^ (r % 8) of the row, so that eight rows' words of one column lie in different banks.
 //
 // A Barrier counts arrivals and bytes. It begins in phase 0; when as many have arrived as it was made for, and all
@@ -62,6 +62,17 @@ __device__ __forceinline__ void load_tile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)), "l"(&map), "r"(shared_address(&full)), "r"(k), "r"(row),
       "l"(policy)
+      : "memory");
+}
+
+// The same of three axes: the box begins at this k, this number on the middle axis and this one on the first.
+template <class T>
+__device__ __forceinline__ void load_tile(
+    void* to, const TensorMap<T>& map, Barrier& full, int k, int middle, int first, unsigned long long policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)), "l"(&map), "r"(shared_address(&full)), "r"(k),
+      "r"(middle), "r"(first), "l"(policy)
       : "memory");
 }
 

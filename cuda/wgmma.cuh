@@ -18,6 +18,20 @@ __device__ __forceinline__ void fence_writes() {
 #endif
 }
 
+// Registers of this thread from now on, of those that the block has; all warps of a warpgroup together.
+template <int N>
+__device__ __forceinline__ void fewer_registers() {
+#ifndef EMULATED
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+#endif
+}
+template <int N>
+__device__ __forceinline__ void more_registers() {
+#ifndef EMULATED
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+#endif
+}
+
 #ifdef EMULATED
 #include "emulated_wgmma.h"
 #else
@@ -55,38 +69,35 @@ __device__ __forceinline__ void wgmma_wait() {
       ", %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121"        \
       ", %122, %123, %124, %125, %126, %127"
 
-// N: rows of B; D: the numbers of d, then the numbers of the next operands, then the operands that d is.
-#define PRODUCTS(N, D, P0, P1, ...)                                                                                   \
-  __device__ __forceinline__ void wgmma(float (&d)[N / 2], Tile a, Tile b, int step) {                                \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" D "}, %" #P0 ", %" #P1                  \
-                 ", 1, 1, 1, 0, 0;"                                                                                   \
+// N: rows of B; TYPES: k of a product and types; D: the numbers of d, then the numbers of the next operands, then those of
+// bf16 that say that neither is transposed, then the operands that d is.
+#define PRODUCTS(NAME, N, TYPES, D, P0, P1, P2, PLAIN, ...)                                                           \
+  __device__ __forceinline__ void NAME(float (&d)[N / 2], Tile a, Tile b, int step, int add = 1) {                    \
+    asm volatile("{.reg .pred add;\n setp.ne.b32 add, %" #P2 ", 0;\n"                                                 \
+                 "wgmma.mma_async.sync.aligned.m64n" #N TYPES " {" D "}, %" #P0 ", %" #P1 ", add, 1, 1" PLAIN ";}"    \
                  : __VA_ARGS__                                                                                        \
-                 : "l"(a.bits + 2 * step), "l"(b.bits + 2 * step));                                                   \
+                 : "l"(a.bits + 2 * step), "l"(b.bits + 2 * step), "r"(add));                                         \
   }
+#define PRODUCTS_BF16(N, D, P0, P1, P2, ...) \
+  PRODUCTS(wgmma, N, "k16.f32.bf16.bf16", D, P0, P1, P2, ", 0, 0", __VA_ARGS__)
+#define PRODUCTS_E4M3(N, D, P0, P1, P2, ...) \
+  PRODUCTS(wgmma_e4m3, N, "k32.f32.e4m3.e4m3", D, P0, P1, P2, "", __VA_ARGS__)
 
-// Product number `step` of the tiles: k = 16 step .. 16 step + 15.
-PRODUCTS(8, D4, 4, 5, FOUR(0))
-PRODUCTS(16, D8, 8, 9, FOUR(0), FOUR(4))
-PRODUCTS(32, D16, 16, 17, SIXTEEN(0))
-PRODUCTS(64, D32, 32, 33, SIXTEEN(0), SIXTEEN(16))
-PRODUCTS(128, D64, 64, 65, SIXTY_FOUR(0))
-PRODUCTS(256, D128, 128, 129, SIXTY_FOUR(0), SIXTY_FOUR(64))
+// Product number `step` of the tiles: k = 16 step .. 16 step + 15. Without `add` d is put to zero before.
+PRODUCTS_BF16(8, D4, 4, 5, 6, FOUR(0))
+PRODUCTS_BF16(16, D8, 8, 9, 10, FOUR(0), FOUR(4))
+PRODUCTS_BF16(32, D16, 16, 17, 18, SIXTEEN(0))
+PRODUCTS_BF16(64, D32, 32, 33, 34, SIXTEEN(0), SIXTEEN(16))
+PRODUCTS_BF16(128, D64, 64, 65, 66, SIXTY_FOUR(0))
 
-// The same of tiles of E4M3 numbers, 32 k at a time; number 0 puts d to zero before.
-#define PRODUCTS_E4M3(N, D, P0, P1, P2, ...)                                                                          \
-  __device__ __forceinline__ void wgmma_e4m3(float (&d)[N / 2], Tile a, Tile b, int step) {                           \
-    asm volatile("{.reg .pred add;\n setp.ne.b32 add, %" #P2 ", 0;\n"                                                  \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" D "}, %" #P0 ", %" #P1                  \
-                 ", add, 1, 1;}"                                                                                      \
-                 : __VA_ARGS__                                                                                        \
-                 : "l"(a.bits + 2 * step), "l"(b.bits + 2 * step), "r"(step));                                        \
-  }
+// The same of tiles of E4M3 numbers, 32 k at a time.
 PRODUCTS_E4M3(16, D8, 8, 9, 10, FOUR(0), FOUR(4))
 PRODUCTS_E4M3(32, D16, 16, 17, 18, SIXTEEN(0))
 PRODUCTS_E4M3(64, D32, 32, 33, 34, SIXTEEN(0), SIXTEEN(16))
 PRODUCTS_E4M3(128, D64, 64, 65, 66, SIXTY_FOUR(0))
 
 #undef PRODUCTS
+#undef PRODUCTS_BF16
 #undef PRODUCTS_E4M3
 
 #endif

@@ -228,11 +228,12 @@ class _Gpu:
         self.given.append(array)
         return int(array.ctypes.data)
 
-    def tensor_map(self, array: EmulatedArray, box_rows: int) -> np.generic:
+    def tensor_map(self, array: EmulatedArray, box: tuple[int, ...]) -> np.generic:
         """The TensorMap of emulated/emulated_tma.h."""
         words = np.zeros(16, np.int64)
-        row_bytes = array.shape[1] * array.itemsize
-        words[:5] = array.ctypes.data, len(array), row_bytes, array.strides[0], box_rows
+        row_bytes, first = array.shape[-1] * array.itemsize, (1,) * (3 - array.ndim)
+        words[:2] = array.ctypes.data, row_bytes
+        words[2:4], words[4:6], words[6:8] = (first + array.shape)[:2], (first + array.strides)[:2], first + box
         return np.void(words.tobytes())
 
 

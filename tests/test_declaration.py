@@ -238,11 +238,15 @@ def test_a_matrix_that_is_read_in_boxes():
         "const __grid_constant__ TensorMap<const bf16> w)  // [Dout, Din] strides [Ld, 1] box [64 * Groups]"
     )
     assert parameter.by_value and not parameter.each and not parameter.writes and parameter.type == "bf16"
-    assert parameter.box.value({"Groups": 3}) == 192
+    assert [dim.value({"Groups": 3}) for dim in parameter.box] == [192]
+    parameter = one("const __grid_constant__ TensorMap<const bf16> w)  // [F, 2, D] strides [D, F * D, 1] box [32, 2]")
+    assert [dim.text for dim in parameter.box] == ["32", "2"]
     for array, comment in [
         ("bf16", "[R, D] box [8]"),
         ("const bf16", "[R, D]"),
         ("const bf16", "[R, H, D] box [8]"),
+        ("const bf16", "[R, D] box [8, 2]"),
+        ("const bf16", "[B, R, H, D] box [1, 8, 2]"),
     ]:
-        with pytest.raises(KernelError, match="TensorMap is of a const matrix"):
+        with pytest.raises(KernelError, match="TensorMap is of a const array"):
             one(f"const __grid_constant__ TensorMap<{array}> w)  // {comment}")

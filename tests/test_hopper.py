@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from boleinfer.hopper import MOST_PARTS, Cut, cut, most_sums
+from boleinfer.hopper import RANGES, Cut, cut, most_sums
 
 PUBLISHED = [  # features, k, slabs: of the 0.8B, 4B, 9B and 27B sizes
     *[(8192, 1024, 1), (1024, 2048, 1), (3584, 1024, 2), (1024, 3584, 1)],
@@ -17,28 +17,34 @@ PUBLISHED = [  # features, k, slabs: of the 0.8B, 4B, 9B and 27B sizes
 @given(
     st.lists(st.integers(1, 300_000), min_size=1, max_size=2),
     st.integers(1, 20_000),
-    st.booleans(),
+    st.sampled_from([8, 16, 32, 64, 128]),
     st.integers(1, 144),
 )
 @settings(max_examples=200, deadline=None)
-def test_what_is_left_is_at_most_one_piece_a_block(widths, Din, gated, processors):
-    c = cut(tuple(widths), 2 * Din, 1 + gated, processors)
+def test_what_is_left_is_at_most_one_piece_a_block(widths, Din, rows, processors):
+    c = cut(tuple(widths), 2 * Din, rows, processors)
     tiles = c.tiles(*widths)
-    assert 64 * c.groups * tiles >= sum(widths) and 1 <= c.groups <= 3 - gated
-    assert 0 <= c.whole <= tiles and 1 <= c.parts <= MOST_PARTS
+    assert 64 * c.groups * tiles >= sum(widths) and 1 <= c.groups <= 3
+    assert 0 <= c.whole <= tiles and 1 <= c.parts <= RANGES
     assert (c.whole == tiles) == (c.parts == 1)
     if c.parts > 1:
         assert c.whole % processors == 0 and (tiles - c.whole) * c.parts <= processors
-        pieces = (tiles - c.whole) * c.parts * 64 * c.groups * (1 + gated)
-        assert processors > 144 or 128 * pieces <= most_sums(128, max(widths) * (1 + gated))
+        assert -(-Din // 64) >= RANGES  # no part without chunks
+        assert c.sum_bytes(rows) // 4 * c.kept() * (tiles - c.whole) <= most_sums(rows, max(widths))
+
+
+def test_parts_have_whole_ranges_and_the_first_one_adds_up_its_own():
+    for parts in range(1, RANGES + 1):
+        first, *others = [(p * RANGES // parts, (p + 1) * RANGES // parts) for p in range(parts)]
+        assert Cut(3, 0, parts).kept() == 1 + sum(end - begin for begin, end in others)
 
 
 @pytest.mark.parametrize("width,Din,slabs", PUBLISHED)
 def test_blocks_of_published_sizes_have_little_more_than_their_share(width, Din, slabs):
-    c = cut((width,), 2 * Din, slabs, 132)
-    rounds, left = divmod(c.tiles(width), 132)
-    most = (rounds + (1 / c.parts if left else 0)) * 64 * c.groups * slabs * Din * 2
-    assert most < max(1.25 * width * slabs * Din * 2 / 132, 160_000)
+    c = cut((width * slabs,), 2 * Din, 8, 132)
+    rounds, left = divmod(c.tiles(width * slabs), 132)
+    most = (rounds + (1 / c.parts if left else 0)) * 64 * c.groups * Din * 2
+    assert most < max(1.4 * width * slabs * Din * 2 / 132, 160_000)
 
 
 def test_tiles():

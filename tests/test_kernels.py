@@ -422,7 +422,7 @@ def test_a_matrix_read_in_boxes_is_checked_and_passed_by_value(gpu, tmp_path, mo
     )
     bf16 = ml_dtypes.bfloat16
     monkeypatch.setattr(FakeGpu, "launch_directly", lambda *a: seen.append(a[1:]), raising=False)
-    monkeypatch.setattr(FakeGpu, "tensor_map", lambda self, array, rows: np.void(bytes([rows]) * 128), raising=False)
+    monkeypatch.setattr(FakeGpu, "tensor_map", lambda self, array, box: np.void(bytes(box) * 128), raising=False)
 
     def go(x, D=8, Ld=16, Rows=8):
         launch(file, "k", 1, 32, {"x": x, "y": None, "D": D, "Ld": Ld}, constants={"Rows": Rows})

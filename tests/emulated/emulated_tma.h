@@ -6,8 +6,8 @@
 template <class T>
 struct TensorMap {  // as _Gpu.tensor_map in tests/emulator.py makes it; padded to what CUDA passes
   const char* base;
-  long long rows, row_bytes, pitch, box_rows;
-  char rest[88];
+  long long row_bytes, rows[2], pitch[2], box[2];
+  char rest[64];
 };
 
 struct alignas(8) Barrier {
@@ -24,8 +24,13 @@ constexpr unsigned long long KEPT = 0, ONCE = 1;  // caches are not emulated
 
 template <class T>
 void load_tile(void* to, const TensorMap<T>& map, Barrier& full, int k, int row, unsigned long long = KEPT, SITE) {
-  const long long column = k * (long long)sizeof(T);
-  emulated::load_box(to, map.base, map.rows, map.row_bytes, map.pitch, map.box_rows, row, column, &full.arrivals, HERE);
+  const long long begin[2] = {0, row}, column = k * (long long)sizeof(T);
+  emulated::load_box(to, map.base, map.row_bytes, map.rows, map.pitch, map.box, begin, column, &full.arrivals, HERE);
+}
+template <class T>
+void load_tile(void* to, const TensorMap<T>& map, Barrier& full, int k, int middle, int first, unsigned long long, SITE) {
+  const long long begin[2] = {first, middle}, column = k * (long long)sizeof(T);
+  emulated::load_box(to, map.base, map.row_bytes, map.rows, map.pitch, map.box, begin, column, &full.arrivals, HERE);
 }
 template <class T>
 void prefetch_map(const TensorMap<T>&) {}

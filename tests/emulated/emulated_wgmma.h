@@ -16,10 +16,10 @@ void wgmma_wait(SITE) {
   emulated::wgmma_wait(P, HERE);
 }
 template <int M>
-void wgmma(float (&d)[M], Tile a, Tile b, int step, SITE) {
-  emulated::wgmma(d, M, a.at, b.at, step, HERE);
+void wgmma(float (&d)[M], Tile a, Tile b, int step, int add = 1, SITE) {
+  emulated::wgmma(d, M, a.at, b.at, step, add, HERE);
 }
 template <int M>
-void wgmma_e4m3(float (&d)[M], Tile a, Tile b, int step, SITE) {
-  emulated::wgmma_e4m3(d, M, a.at, b.at, step, HERE);
+void wgmma_e4m3(float (&d)[M], Tile a, Tile b, int step, int add = 1, SITE) {
+  emulated::wgmma_e4m3(d, M, a.at, b.at, step, add, HERE);
 }

@@ -170,12 +170,14 @@ void multiply(const Wgmma& p, float* d) {
   }
 }
 
-void queue_product(Wgmma p, Site site) {
+void queue_product(Wgmma p, bool add, Site site) {
   Thread& own = threads[current];
   check_shared("wgmma", p.b, site, 256 * p.numbers, 1024);
   if (!own.begun) stop_thread("wgmma " + at(site) + ": no wgmma_begin() before it");
   bool known = false;
   for (const Accumulators& a : own.held) known |= a.d == p.d;
+  if (!add && known) stop_thread("wgmma " + at(site) + ": d is put to zero while products are added to it");
+  if (!add) memset(p.d, 0, p.numbers * sizeof(float));
   if (!known) own.held.push_back({p.d, std::vector<float>(p.d, p.d + p.numbers)});
   memset(p.d, 0xff, p.numbers * sizeof(float));
   p.group = own.product_groups;
@@ -288,18 +290,21 @@ void under_way(const Box& box) {
   }
 }
 
-void load_box(void* to, const char* base, long long rows, long long row_bytes, long long pitch, long long box_rows,
-              long long row, long long column, int* barrier, Site site) {
-  check_shared("load_tile", to, site, 128 * box_rows, 1024);
+void load_box(void* to, const char* base, long long row_bytes, const long long (&rows)[2], const long long (&pitch)[2],
+              const long long (&box)[2], const long long (&begin)[2], long long column, int* barrier, Site site) {
+  check_shared("load_tile", to, site, 128 * box[0] * box[1], 1024);
   check_barrier(barrier, site);
-  Box box{static_cast<char*>(to), std::vector<char>(128 * box_rows), barrier, site};
-  for (int r = 0; r < box_rows; r++) {
+  Box made{static_cast<char*>(to), std::vector<char>(128 * box[0] * box[1]), barrier, site};
+  for (int r = 0; r < box[0] * box[1]; r++) {
+    const long long first = begin[0] + r / box[1], second = begin[1] + r % box[1];
+    const bool row = first >= 0 && first < rows[0] && second >= 0 && second < rows[1];
     for (int i = 0; i < 128; i++) {
-      const bool inside = row + r >= 0 && row + r < rows && column + i >= 0 && column + i < row_bytes;
-      box.bytes[128 * r + (i / 16 ^ r % 8) * 16 + i % 16] = inside ? base[(row + r) * pitch + column + i] : 0;
+      const bool inside = row && column + i >= 0 && column + i < row_bytes;
+      const char* from = base + first * pitch[0] + second * pitch[1] + column + i;
+      made.bytes[128 * r + (i / 16 ^ r % 8) * 16 + i % 16] = inside ? *from : 0;
     }
   }
-  under_way(box);
+  under_way(made);
 }
 
 void load_run(void* to, const void* from, int bytes, int* barrier, Site site) {
@@ -351,15 +356,14 @@ void wgmma_wait(int still, Site site) {
   warp_barrier(~0u, site);  // no lane may tell others that it is done with the tiles before all are
 }
 
-void wgmma(float* d, int numbers, const char* a, const char* b, int step, Site site) {
+void wgmma(float* d, int numbers, const char* a, const char* b, int step, int add, Site site) {
   check_shared("wgmma", a, site, 64 * 128, 1024);
-  queue_product({d, numbers, 0, step, a, b, false}, site);
+  queue_product({d, numbers, 0, step, a, b, false}, add, site);
 }
 
-void wgmma_e4m3(float* d, int numbers, const char* a, const char* b, int step, Site site) {
+void wgmma_e4m3(float* d, int numbers, const char* a, const char* b, int step, int add, Site site) {
   check_shared("wgmma", a, site, 64 * 128, 1024);
-  if (step == 0) memset(d, 0, numbers * sizeof(float));
-  queue_product({d, numbers, 0, step, a, b, true}, site);
+  queue_product({d, numbers, 0, step, a, b, true}, add, site);
 }
 
 void previous_done() {
