@@ -19,6 +19,7 @@
 // x, by every tile of features (L2), w by every tile of rows.
 //
 // arch: 90a
+// spills: at 128 rows, once a tile, outside the loops: sums take nearly all registers
 // sizes: Wt=bf16 Out=bf16 Rows=8,64 Groups=3 Gated=0 | Wt=bf16 Out=float Rows=16,128 Groups=3 Gated=0 | Wt=bf16 Out=bf16 Rows=8,32,128 Groups=3 Gated=1 | Wt=fp8 Out=bf16 Rows=8,64 Groups=3 Gated=0 | Wt=fp8 Out=bf16 Rows=8,64 Groups=3 Gated=1
 #include "largest.cuh"
 #include "ranges.cuh"
