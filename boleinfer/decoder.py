@@ -10,10 +10,9 @@ from boleinfer import device
 from boleinfer.config import ModelConfig
 from boleinfer.device import Array
 from boleinfer.layers import Weights, gated_attention, gated_deltanet, remember
-from boleinfer.ops.embedding import embedding
+from boleinfer.ops.embedding import token_inputs
 from boleinfer.ops.linear import head, linear
 from boleinfer.ops.mtp_inputs import mtp_inputs
-from boleinfer.ops.rope import rope_table
 from boleinfer.residual import Residual, normed
 from boleinfer.state import Batch, Factors, GDNLayer, KVLayer, State
 
@@ -47,8 +46,9 @@ class Decoder:
         Returns the hidden rows after the final norm [R, D], and per layer what the rows would add to the state
         (None at attention layers, whose rows already lie in scratch places of the KV pages)."""
         c, eps = self.config, self.config.rms_norm_eps
-        stream = embedding(batch.forest.token, self.weights["embed_tokens"], state.dtype)  # [R, D]
-        rotation = rope_table(batch.forest.position, self._inv_freq, c.rope.attention_factor)
+        token, position, factor = batch.forest.token, batch.forest.position, c.rope.attention_factor
+        table = self.weights["embed_tokens"]
+        stream, *rotation = token_inputs(token, table, position, self._inv_freq, factor, state.dtype)  # [R, D]
         pending: list[Factors | None] = []
         y, factors = None, None
         for i, (w, memory) in enumerate(zip(self._layers, state.layers)):
@@ -56,7 +56,7 @@ class Decoder:
             if isinstance(memory, GDNLayer):
                 y, stream, factors = gated_deltanet(before, w["linear_attn"], c, memory, batch)
             else:
-                (y, stream), factors = gated_attention(before, w["self_attn"], c, memory, batch, rotation), None
+                (y, stream), factors = gated_attention(before, w["self_attn"], c, memory, batch, tuple(rotation)), None
             if watch is not None:
                 watch(i, y)
             y, stream = self.ffn(Residual(stream, y, w["post_attention_layernorm"], eps), w["mlp"], c)

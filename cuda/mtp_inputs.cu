@@ -8,6 +8,7 @@
 //
 // sizes: Act=bf16 Freq=double | Act=float Freq=float
 #include "norm_row.cuh"
+#include "rope.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024) mtp_inputs(
     const int* token,                   // [R]
@@ -31,12 +32,7 @@ extern "C" __global__ void __launch_bounds__(1024) mtp_inputs(
   after_all_previous();
   const int row = blockIdx.x, part = blockIdx.y;
   if (part == 2) {
-    for (int i = threadIdx.x; i < Half; i += blockDim.x) {
-      double s, c;
-      sincos(double(position[row]) * double(inv_freq[i]), &s, &c);
-      cosine[row * (long long)Half + i] = float(factor * c);
-      sine[row * (long long)Half + i] = float(factor * s);
-    }
+    rotary_angles(position[row], inv_freq, factor, Half, cosine, sine, row);
     return;
   }
   const int id = part == 0 ? token[row] : source == nullptr ? row : source[row];

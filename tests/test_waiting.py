@@ -16,7 +16,7 @@ RESTRICTED = re.compile(r"__restrict__\s+(\w+)")
 # What no kernel of a step writes: weights, as loaded.
 WEIGHTS = {
     "attention_inputs.cu": {"q_norm", "k_norm"},
-    "embedding.cu": {"table"},
+    "embedding.cu": {"table", "inv_freq"},
     "gated_rms_norm.cu": {"w"},
     "gdn_inputs.cu": {"taps", "A_log", "dt_bias"},
     "gdn_token.cu": {"taps", "A_log", "dt_bias", "norm"},
@@ -32,7 +32,6 @@ WEIGHTS = {
     "moe_router.cu": {"router", "shared_gate"},
     "mtp_inputs.cu": {"table", "wa", "wb", "inv_freq"},
     "rms_norm.cu": {"w"},
-    "rope_table.cu": {"inv_freq"},
 }
 
 

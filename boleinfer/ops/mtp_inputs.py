@@ -31,7 +31,7 @@ def mtp_inputs(
     table: [vocab, D], in NumPy perhaps panels of it; hidden: [n, D] of its type; wa, wb: [D], deltas to 1
     inv_freq: float64 [rotary/2]; -> x [R, 2 D], cos, sin [R, rotary/2], on the GPU in float32
     Bytes: 4 D numbers a row. On the GPU a token or a source outside its table gives NaN.
-    Equations: transformers' MtpModel; ops/rope.py says why angles are formed in float64.
+    Equations: transformers' MtpModel; ops/embedding.py says why angles are formed in float64.
     """
     if device.on_gpu(token):
         return _launch(token, table, wa, hidden, wb, position, inv_freq, factor, eps, source)

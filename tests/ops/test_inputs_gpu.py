@@ -1,4 +1,4 @@
-"""The inputs of GDN and of attention, and the rope table, on the GPU, emulated and real, against the definitions."""
+"""The inputs of a pass, of GDN and of attention on the GPU, emulated and real, against the definitions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from boleinfer import device, device_forest, kernels
 from boleinfer.device_forest import DeviceForest, Paths
 from boleinfer.forest import Forest
 from boleinfer.kernels import KernelError, ToolchainError
-from boleinfer.ops import attention_inputs, gdn_commit, gdn_inputs, relative_error, rope
+from boleinfer.ops import attention_inputs, embedding, gdn_commit, gdn_inputs, relative_error
 from boleinfer.ring import Ring
 from tests import strategies as some
 
@@ -28,7 +28,7 @@ ACTS = ["bf16", "float"]
 OPS = {
     "gdn_inputs": gdn_inputs,
     "attention_inputs": attention_inputs,
-    "rope_table": rope,
+    "token_inputs": embedding,
 }
 CASES = [(name, case) for name, file in OPS.items() for case in file.CASES[name]]
 
@@ -248,14 +248,16 @@ def test_no_row_is_no_launch(gpu):
     given = case.build(np.random.default_rng(0))
     given |= {name: given[name][:0] for name in ("qkv", "cos", "sin")} | {"rows": np.zeros(0, np.int32)}
     assert attention_inputs.attention_inputs(**uploaded(rounded(given, "bf16", case.wide))).shape == (0, 2, 16)
-    cos, _ = rope.rope_table(device.upload(np.zeros(0, np.int32)), device.upload(np.ones(4)), 1.0)
-    assert cos.shape == (0, 4)
+    none, table = device.upload(np.zeros(0, np.int32)), device.upload(np.ones((3, 8), np.float32))
+    found = embedding.token_inputs(none, table, none, device.upload(np.ones(4)), 1.0)
+    assert [a.shape for a in found] == [(0, 8), (0, 4), (0, 4)]
 
 
 def test_frequencies_in_float64_are_used_as_such(gpu):
     position, inv_freq = np.asarray([1, 262_143, 1_010_000], np.int32), 1e7 ** (-np.arange(32) / 32)
-    found = rope.rope_table(device.upload(position), device.upload(inv_freq), 1.5)
-    for out, expected in zip(downloaded(found), rope.rope_table(position, inv_freq, 1.5, np.float64)):
+    given = np.zeros(3, np.int32), np.ones((1, 8), np.float32), position, inv_freq
+    found = embedding.token_inputs(*map(device.upload, given), 1.5)[1:]
+    for out, expected in zip(downloaded(found), embedding.rotary_angles(position, inv_freq, 1.5, np.float64)):
         np.testing.assert_allclose(out, expected, rtol=0, atol=1.5e-7)
 
 

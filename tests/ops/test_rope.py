@@ -10,13 +10,13 @@ from transformers.models.qwen3_next import modeling_qwen3_next as hf
 
 from boleinfer.config import RopeConfig
 from boleinfer.ops.attention_inputs import rope
-from boleinfer.ops.rope import rope_table
+from boleinfer.ops.embedding import rotary_angles
 
 PLAIN = RopeConfig("default", 1e7, 64)
 
 
 def table(position, config, dtype=np.float32):
-    return rope_table(position, config.inv_freq(), config.attention_factor, dtype)
+    return rotary_angles(position, config.inv_freq(), config.attention_factor, dtype)
 
 
 def hf_config(parameters, head_dim=256, length=4096):
