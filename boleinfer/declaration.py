@@ -13,8 +13,8 @@ A kernel is written with one parameter a line, and a comment that states each ar
 
 Capital names are sizes: a bare one is bound by the array, an expression (+ - * / % and parentheses, / rounds down) is
 computed. Without `strides` (in elements) an array is C-contiguous. `Each` (common.cuh) is up to MOST_EACH arrays that
-are alike, such as one of each layer. A `TensorMap` (tma.cuh) describes a matrix, or rows on two axes, that is read in
-boxes of so many rows, 128 bytes wide. The file's leading comment may hold:
+are alike, such as one of each layer. A `TensorMap` (tma.cuh) describes a matrix, or rows on up to three axes, that is
+read in boxes of so many rows, 128 bytes wide. The file's leading comment may hold:
 
     // sizes: K=64,128 Act=bf16 | K=3 Act=float     what to compile in tests: sets of compile-time constants
     // arch: 90a                                    runs on these architectures only (default: on all)
@@ -289,9 +289,9 @@ def _parameter(code: str, comment: str, raw: str, line: int, path: Path, types: 
     if parameter.strides is not None and len(parameter.strides) != len(parameter.shape or ()):
         _refuse(path, line, raw, "shape and strides differ in length")
     axes, boxed = len(parameter.shape or ()), len(parameter.box or ()) + 1
-    if struct and struct["how"] == "TensorMap" and (parameter.writes or axes not in (2, 3) or axes != boxed):
+    if struct and struct["how"] == "TensorMap" and (parameter.writes or axes not in (2, 3, 4) or axes != boxed):
         example = "// [R, D] box [64] or // [B, R, D] box [2, 64]"
-        _refuse(path, line, raw, f"a TensorMap is of a const array of two or three axes, such as {example}")
+        _refuse(path, line, raw, f"a TensorMap is of a const array of two to four axes, such as {example}")
     return parameter
 
 

@@ -1,7 +1,7 @@
 // Tiles of matrices from global into shared memory without registers, and the barriers that tell when they are there
 // (sm_90).
 //
-// A TensorMap describes a matrix, or rows on two axes (the launcher makes it from the parameter's declaration); load_tile
+// A TensorMap describes a matrix, or rows on up to three axes (the launcher makes it from the parameter's declaration); load_tile
 // copies a box of it, zeros where the box leaves it. A row of a box has 128 bytes, and its 16-byte words are swizzled: word u
 // of row r lies in place u ^ (r % 8) of the row, so that eight rows' words of one column lie in different banks.
 //
@@ -73,6 +73,17 @@ __device__ __forceinline__ void load_tile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)), "l"(&map), "r"(shared_address(&full)), "r"(k),
       "r"(middle), "r"(first), "l"(policy)
+      : "memory");
+}
+
+// The same of four axes.
+template <class T>
+__device__ __forceinline__ void load_tile(
+    void* to, const TensorMap<T>& map, Barrier& full, int k, int third, int second, int first, unsigned long long policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(to)), "l"(&map), "r"(shared_address(&full)), "r"(k),
+      "r"(third), "r"(second), "r"(first), "l"(policy)
       : "memory");
 }
 

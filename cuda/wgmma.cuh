@@ -36,14 +36,21 @@ __device__ __forceinline__ void more_registers() {
 #include "emulated_wgmma.h"
 #else
 
-// Where a tile is, for the products: its address and 1024 bytes from eight rows to the next eight, swizzle of 128
-// bytes.
+// Where a tile is, for the products: its address and the bytes from eight rows to the next eight, swizzle of 128 bytes.
 struct Tile {
   unsigned long long bits;
 
-  __device__ __forceinline__ explicit Tile(const void* p)
-      : bits((unsigned long long)(shared_address(p) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62) {}
+  __device__ __forceinline__ explicit Tile(const void* p, int apart = 1024)
+      : bits((unsigned long long)(shared_address(p) >> 4) | 1ull << 16 | (apart >> 4) * (1ull << 32) | 1ull << 62) {}
 };
+
+// What makes these numbers stays before the next wgmma_begin(). Where the compiler puts it behind, it has to begin again,
+// and in some places then waits for each product by itself (ptxas: C7519, C7520).
+template <int N>
+__device__ __forceinline__ void made_before(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
 
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

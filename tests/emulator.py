@@ -231,9 +231,9 @@ class _Gpu:
     def tensor_map(self, array: EmulatedArray, box: tuple[int, ...]) -> np.generic:
         """The TensorMap of emulated/emulated_tma.h."""
         words = np.zeros(16, np.int64)
-        row_bytes, first = array.shape[-1] * array.itemsize, (1,) * (3 - array.ndim)
+        row_bytes, first = array.shape[-1] * array.itemsize, (1,) * (4 - array.ndim)
         words[:2] = array.ctypes.data, row_bytes
-        words[2:4], words[4:6], words[6:8] = (first + array.shape)[:2], (first + array.strides)[:2], first + box
+        words[2:5], words[5:8], words[8:11] = (first + array.shape)[:3], (first + array.strides)[:3], first + box
         return np.void(words.tobytes())
 
 

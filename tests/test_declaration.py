@@ -246,7 +246,7 @@ def test_a_matrix_that_is_read_in_boxes():
         ("const bf16", "[R, D]"),
         ("const bf16", "[R, H, D] box [8]"),
         ("const bf16", "[R, D] box [8, 2]"),
-        ("const bf16", "[B, R, H, D] box [1, 8, 2]"),
+        ("const bf16", "[A, B, R, H, D] box [1, 1, 8, 2]"),
     ]:
         with pytest.raises(KernelError, match="TensorMap is of a const array"):
             one(f"const __grid_constant__ TensorMap<{array}> w)  // {comment}")

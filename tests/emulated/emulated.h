@@ -74,12 +74,12 @@ void copy_wait(int still);
 void make_barrier(int* barrier, int arrivals, Site site);
 void arrive(int* barrier, int bytes, Site site);
 void wait(int* barrier, int parity, Site site);
-void load_box(void* to, const char* base, long long row_bytes, const long long (&rows)[2], const long long (&pitch)[2],
-              const long long (&box)[2], const long long (&begin)[2], long long column, int* barrier, Site site);
+void load_box(void* to, const char* base, long long row_bytes, const long long (&rows)[3], const long long (&pitch)[3],
+              const long long (&box)[3], const long long (&begin)[3], long long column, int* barrier, Site site);
 void wgmma_begin(Site site);
 void wgmma_end(Site site);
 void wgmma_wait(int still, Site site);
-void wgmma(float* d, int numbers, const char* a, const char* b, int step, int add, Site site);
+void wgmma(float* d, int numbers, const char* a, const char* b, int a_apart, int b_apart, int step, int add, Site site);
 void wgmma_e4m3(float* d, int numbers, const char* a, const char* b, int step, int add, Site site);
 void previous_done();
 [[noreturn]] void fail(const char* what, Site site);

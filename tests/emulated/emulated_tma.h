@@ -6,8 +6,8 @@
 template <class T>
 struct TensorMap {  // as _Gpu.tensor_map in tests/emulator.py makes it; padded to what CUDA passes
   const char* base;
-  long long row_bytes, rows[2], pitch[2], box[2];
-  char rest[64];
+  long long row_bytes, rows[3], pitch[3], box[3];
+  char rest[40];
 };
 
 struct alignas(8) Barrier {
@@ -24,12 +24,18 @@ constexpr unsigned long long KEPT = 0, ONCE = 1;  // caches are not emulated
 
 template <class T>
 void load_tile(void* to, const TensorMap<T>& map, Barrier& full, int k, int row, unsigned long long = KEPT, SITE) {
-  const long long begin[2] = {0, row}, column = k * (long long)sizeof(T);
+  const long long begin[3] = {0, 0, row}, column = k * (long long)sizeof(T);
   emulated::load_box(to, map.base, map.row_bytes, map.rows, map.pitch, map.box, begin, column, &full.arrivals, HERE);
 }
 template <class T>
 void load_tile(void* to, const TensorMap<T>& map, Barrier& full, int k, int middle, int first, unsigned long long, SITE) {
-  const long long begin[2] = {first, middle}, column = k * (long long)sizeof(T);
+  const long long begin[3] = {0, first, middle}, column = k * (long long)sizeof(T);
+  emulated::load_box(to, map.base, map.row_bytes, map.rows, map.pitch, map.box, begin, column, &full.arrivals, HERE);
+}
+template <class T>
+void load_tile(void* to, const TensorMap<T>& map, Barrier& full, int k, int third, int second, int first, unsigned long long,
+               SITE) {
+  const long long begin[3] = {first, second, third}, column = k * (long long)sizeof(T);
   emulated::load_box(to, map.base, map.row_bytes, map.rows, map.pitch, map.box, begin, column, &full.arrivals, HERE);
 }
 template <class T>

@@ -146,10 +146,10 @@ void deliver(int* barrier) {
 }
 
 // Row `row` of a tile, its 16 numbers number `step`.
-void read_tile(unsigned short (&to)[16], const char* tile, int row, int step) {
+void read_tile(unsigned short (&to)[16], const char* tile, int apart, int row, int step) {
   for (int half = 0; half < 2; half++) {
     const int unit = (2 * step + half) ^ row % 8;
-    memcpy(to + 8 * half, tile + 128 * row + 16 * unit, 16);
+    memcpy(to + 8 * half, tile + row / 8 * apart + 128 * (row % 8) + 16 * unit, 16);
   }
 }
 
@@ -159,9 +159,9 @@ float narrow(const unsigned short (&pairs)[16], int k) { return of_fp8(pairs[k /
 void multiply(const Wgmma& p, float* d) {
   const int lane = current % 32, first = current / 32 % 4 * 16 + lane / 4;
   unsigned short a[2][16], b[16];
-  for (int i = 0; i < 2; i++) read_tile(a[i], p.a, first + 8 * i, p.step);
+  for (int i = 0; i < 2; i++) read_tile(a[i], p.a, p.a_apart, first + 8 * i, p.step);
   for (int j = 0; j < p.numbers / 2; j++) {
-    read_tile(b, p.b, j / 2 * 8 + 2 * (lane % 4) + j % 2, p.step);
+    read_tile(b, p.b, p.b_apart, j / 2 * 8 + 2 * (lane % 4) + j % 2, p.step);
     for (int i = 0; i < 2; i++) {
       float& sum = d[j / 2 * 4 + 2 * i + j % 2];
       for (int k = 0; k < 16 && !p.e4m3; k++) sum += low(a[i][k]) * low(b[k]);
@@ -172,7 +172,7 @@ void multiply(const Wgmma& p, float* d) {
 
 void queue_product(Wgmma p, bool add, Site site) {
   Thread& own = threads[current];
-  check_shared("wgmma", p.b, site, 256 * p.numbers, 1024);
+  check_shared("wgmma", p.b, site, (p.numbers / 4 - 1) * p.b_apart + 1024, 1024);
   if (!own.begun) stop_thread("wgmma " + at(site) + ": no wgmma_begin() before it");
   bool known = false;
   for (const Accumulators& a : own.held) known |= a.d == p.d;
@@ -290,17 +290,19 @@ void under_way(const Box& box) {
   }
 }
 
-void load_box(void* to, const char* base, long long row_bytes, const long long (&rows)[2], const long long (&pitch)[2],
-              const long long (&box)[2], const long long (&begin)[2], long long column, int* barrier, Site site) {
-  check_shared("load_tile", to, site, 128 * box[0] * box[1], 1024);
+void load_box(void* to, const char* base, long long row_bytes, const long long (&rows)[3], const long long (&pitch)[3],
+              const long long (&box)[3], const long long (&begin)[3], long long column, int* barrier, Site site) {
+  const long long all = box[0] * box[1] * box[2];
+  check_shared("load_tile", to, site, 128 * all, 1024);
   check_barrier(barrier, site);
-  Box made{static_cast<char*>(to), std::vector<char>(128 * box[0] * box[1]), barrier, site};
-  for (int r = 0; r < box[0] * box[1]; r++) {
-    const long long first = begin[0] + r / box[1], second = begin[1] + r % box[1];
-    const bool row = first >= 0 && first < rows[0] && second >= 0 && second < rows[1];
+  Box made{static_cast<char*>(to), std::vector<char>(128 * all), barrier, site};
+  for (int r = 0; r < all; r++) {
+    const long long at[3] = {begin[0] + r / (box[1] * box[2]), begin[1] + r / box[2] % box[1], begin[2] + r % box[2]};
+    bool row = true;
+    for (int axis = 0; axis < 3; axis++) row &= at[axis] >= 0 && at[axis] < rows[axis];
     for (int i = 0; i < 128; i++) {
       const bool inside = row && column + i >= 0 && column + i < row_bytes;
-      const char* from = base + first * pitch[0] + second * pitch[1] + column + i;
+      const char* from = base + at[0] * pitch[0] + at[1] * pitch[1] + at[2] * pitch[2] + column + i;
       made.bytes[128 * r + (i / 16 ^ r % 8) * 16 + i % 16] = inside ? *from : 0;
     }
   }
@@ -356,14 +358,14 @@ void wgmma_wait(int still, Site site) {
   warp_barrier(~0u, site);  // no lane may tell others that it is done with the tiles before all are
 }
 
-void wgmma(float* d, int numbers, const char* a, const char* b, int step, int add, Site site) {
-  check_shared("wgmma", a, site, 64 * 128, 1024);
-  queue_product({d, numbers, 0, step, a, b, false}, add, site);
+void wgmma(float* d, int numbers, const char* a, const char* b, int a_apart, int b_apart, int step, int add, Site site) {
+  check_shared("wgmma", a, site, 7 * a_apart + 1024, 1024);
+  queue_product({d, numbers, 0, step, a, b, a_apart, b_apart, false}, add, site);
 }
 
 void wgmma_e4m3(float* d, int numbers, const char* a, const char* b, int step, int add, Site site) {
   check_shared("wgmma", a, site, 64 * 128, 1024);
-  queue_product({d, numbers, 0, step, a, b, true}, add, site);
+  queue_product({d, numbers, 0, step, a, b, 1024, 1024, true}, add, site);
 }
 
 void previous_done() {
