@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from boleinfer.attention_core import attention_core
 from boleinfer.config import ModelConfig
 from boleinfer.device import Array, Fp8
 from boleinfer.gdn_core import gdn_core
-from boleinfer.ops.attention import tree_attention
 from boleinfer.ops.attention_inputs import attention_inputs
 from boleinfer.ops.linear import gated_linear, linear
 from boleinfer.ops.moe import Shared, add_shared, joins, moe
@@ -53,13 +53,12 @@ def gated_attention(
     """Softmax attention over the committed past and the node's own path, its output gated.
 
     rotation: cos and sin of the rows' positions; rows: which rows of the forest the stream has (None: all of them)."""
-    Hq, Hkv, Dh, R = c.num_attention_heads, c.num_key_value_heads, c.head_dim, len(r.stream)
+    Hq, Hkv, Dh = c.num_attention_heads, c.num_key_value_heads, c.head_dim
     qgkv, stream = norm_linear(r, w["qgkv_proj"])  # [R, (2 Hq + 2 Hkv) Dh]
-    gate = qgkv[:, Hq * Dh : 2 * Hq * Dh].reshape(R, Hq, Dh)
     pages = memory.k, memory.v, batch.page_table, batch.forest
-    q = attention_inputs(qgkv, w["q_norm"], w["k_norm"], c.rms_norm_eps, *rotation, *pages, (Hq, Hkv, Dh), rows)
-    o = tree_attention(q, gate, *pages, Dh**-0.5, rows)  # [R, Hq, Dh]
-    return linear(o.reshape(R, Hq * Dh), w["o_proj"]), stream
+    norms = w["q_norm"], w["k_norm"], c.rms_norm_eps
+    o = attention_core(qgkv, *norms, *rotation, *pages, (Hq, Hkv, Dh), rows)  # [R, Hq, Dh]
+    return linear(o.reshape(len(o), Hq * Dh), w["o_proj"]), stream
 
 
 def remember(

@@ -39,9 +39,9 @@ __device__ __forceinline__ int arrives_among_last(int* counter, int blocks, int 
     rank = before - (blocks - ranks);
     if (rank >= 0) {
       while (before < blocks - 1 && *static_cast<volatile int*>(counter) < blocks) {}
+      fence_device();
       atomicInc(reinterpret_cast<unsigned*>(counter), unsigned(blocks + ranks - 1));  // the last one clears it
     }
-    fence_device();
   }
   __syncthreads();
   return rank;

@@ -155,6 +155,44 @@ __device__ __forceinline__ QueryTile find_tile(
   return tile;
 }
 
+// The same where each of up to 128 requests has one row or none, whose heads fit into a tile.
+template <class Choose>
+__device__ __forceinline__ QueryTile find_row(const Trees& f, int Ratio, int Room, int Splits, int Slots, Choose choose) {
+  constexpr int GROUPS = 4;  // of WARP requests, read at once
+  const int lane = threadIdx.x % WARP;
+  int row[GROUPS], T[GROUPS], count = 0;
+  unsigned used[GROUPS];
+#pragma unroll
+  for (int g = 0; g < GROUPS; g++) {
+    const int b = g * WARP + lane;
+    used[g] = 0, row[g] = T[g] = 0;
+    if (b >= f.B) continue;
+    row[g] = __ldcg(f.start + b), T[g] = __ldcg(f.committed + b), used[g] = __ldcg(f.start + b + 1) > row[g];
+  }
+#pragma unroll
+  for (int g = 0; g < GROUPS; g++) {
+    if (g * WARP < f.B) used[g] = __ballot_sync(ALL_LANES, used[g]);
+    count += __popc(used[g]);
+  }
+  const int index = choose(count);
+  if (index < 0 || index >= count) return {-1};
+  QueryTile tile = {};
+  int before = 0;
+#pragma unroll
+  for (int g = 0; g < GROUPS; g++) {
+    const int behind = index - before, here = __popc(used[g]);
+    before += here;
+    if (behind < 0 || behind >= here) continue;
+    const bool own = used[g] >> lane & 1 && __popc(used[g] << (WARP - 1 - lane)) == behind + 1;
+    const int from = __ffs(__ballot_sync(ALL_LANES, own)) - 1;
+    tile.request = g * WARP + from;
+    tile.row = __shfl_sync(ALL_LANES, row[g], from), tile.T = __shfl_sync(ALL_LANES, T[g], from);
+  }
+  tile.q_row = tile.start = tile.row, tile.queries = Ratio, tile.chain = 1, tile.end = min(tile.T + 1, Slots);
+  place_parts(tile, 1, index, Room, Splits);
+  return tile;
+}
+
 // ---- queries and what they see --------------------------------------------------------------------------------------
 
 // Of a tile's queries, in shared memory: place of its first part among part_o, -1 where there is no query; its row in
@@ -196,6 +234,15 @@ struct Queries {
       ancestors[j][w] = used ? mask[w] : 0;
       if (ancestors[j][w]) atomicOr(&seen[w], ancestors[j][w]);
     }
+  }
+
+  // The same for a tile of find_row, whose heads are its queries.
+  __device__ void describe_row(const QueryTile& tile, int Ratio, int kv_head, int Hq, int Apart) {
+    const int j = threadIdx.x;
+    if (j == 0) T = tile.T, chain = 1, last = 0;
+    if (j >= Rows) return;
+    place[j] = j < Ratio ? tile.part * Hq + (kv_head * Ratio + j) * Apart : -1;
+    node[j] = j < Ratio ? 0 : -1;
   }
 
   // Slots that all of 16 queries from `row` on see, at least. By one warp.

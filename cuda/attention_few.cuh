@@ -9,8 +9,8 @@ inline void multiply_columns(float (&d)[4], const bf16* v, const bf16* p, int st
   const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
   unsigned a[4], b[2];
   const int slot = 16 * step + lane / 16 * 8 + lane % 8, col = threadIdx.x / WARP * 16 + lane / 8 % 2 * 8;
-  ldmatrix_x4_trans(a, v + place_in_tile<64>(slot, col));
-  for (int i = 0; i < 2; i++) memcpy(b + i, p + place_in_tile<8>(g, 16 * step + 8 * i) + 2 * t, 4);
+  ldmatrix_x4_trans(a, v + place_in_tile(slot, col));
+  for (int i = 0; i < 2; i++) memcpy(b + i, p + place_in_tile(g, 16 * step + 8 * i) + 2 * t, 4);
   mma_m16n8k16(d, a, b);
 }
 #else
@@ -18,7 +18,7 @@ __device__ __forceinline__ void multiply_columns(float (&d)[4], const bf16* v, c
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 1, 0;"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "l"(Tile(v).bits + 128 * step), "l"(Tile(p).bits + 2 * step));
+      : "l"(Tile(v, APART).bits + APART / 8 * step), "l"(Tile(p).bits + 2 * step));
 }
 #endif
 
@@ -49,13 +49,13 @@ struct Share<8> {
   float s[4], factor[2], part_l[2];
 
   __device__ __forceinline__ void begin_scores(const bf16* q, const bf16* k) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) s[i] = 0.0f;
     wgmma_begin();
 #pragma unroll
     for (int panel = 0; panel < PANELS; panel++) {
 #pragma unroll
-      for (int step = 0; step < 4; step++) wgmma(s, Tile(k + panel * PANEL), Tile(q + panel * (8 * 64)), step);
+      for (int step = 0; step < 4; step++) {
+        wgmma(s, Tile(k + panel * PANEL, APART), Tile(q + panel * PANEL), step, panel + step);
+      }
     }
     wgmma_end();
   }
@@ -91,7 +91,7 @@ struct Share<8> {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         const int slot = warp * 16 + 8 * h;
-        p[place_in_tile<8>(2 * t + e, slot) + g] = from_float<bf16>(power2(fmaf(s[2 * h + e], c, -base)));
+        p[place_in_tile(2 * t + e, slot) + g] = from_float<bf16>(power2(fmaf(s[2 * h + e], c, -base)));
       }
     }
     fence_writes();
@@ -100,7 +100,7 @@ struct Share<8> {
 #pragma unroll
     for (int step = 0; step < KS; step += 2) {
       unsigned r[4];
-      ldmatrix_x4(r, p + place_in_tile<8>(lane % 8, 16 * step + lane / 8 * 8));
+      ldmatrix_x4(r, p + place_in_tile(lane % 8, 16 * step + lane / 8 * 8));
       const unsigned first[4] = {r[0], 0, r[1], 0}, second[4] = {r[2], 0, r[3], 0};
       add_weights(sum, first), add_weights(sum, second);
     }
@@ -117,6 +117,8 @@ struct Share<8> {
   }
 
   __device__ __forceinline__ void begin_add(const bf16* v) {
+#pragma unroll
+    for (int panel = 0; panel < PANELS; panel++) made_before(o[panel]);
     wgmma_begin();
 #pragma unroll
     for (int step = 0; step < KS; step++)

@@ -1,7 +1,6 @@
 // What attention reads: q and k normed and rotated, k and v written to their pages.
 // Definition: attention_inputs in boleinfer/ops/attention_inputs.py.
-//   y = x / sqrt(mean x^2 + eps) * (1 + w);  the pair (y_i, y_{i+Half}), i < Half, is turned by the angle i of the row
-// Sums in float32, rounded to Act once. A row without a page writes no k and v; a row without a request, and an entry -1
+// A head's equations: head_inputs.cuh. A row without a page writes no k and v; a row without a request, and an entry -1
 // of `rows`, write nothing.
 //
 // grid: as many blocks as hold all heads of all rows. block: 32 .. 128 threads in full warps; a group of lanes owns a
@@ -10,70 +9,14 @@
 //
 // sizes: Dh=256 Half=32 Act=bf16,float | Dh=128 Half=64 Act=bf16,float | Dh=32,64 Half=16 Act=bf16,float
 // sizes: Dh=63 Half=9 Act=bf16,float
-#include "common.cuh"
+#include "head_inputs.cuh"
 
-// Lanes of a head: a power of two.
-__device__ constexpr int lanes_of_head() {
-  int lanes = 1;
-  while (lanes < WARP && lanes * PER_16_BYTES<Act> < Dh) lanes *= 2;
-  return lanes;
-}
-constexpr int LANES = lanes_of_head();
-
-// One head from x to where(), by the lanes of a group; w is null for v. Where x is null the lanes only exchange sums.
-// All reads are under way before the first is used: where() has to wait for others as well.
-template <int N, class Where>
-__device__ void head(const Act* x, const float* w, const float* cos, const float* sin, float eps, Where where) {
-  constexpr int EACH = (Dh + LANES * N - 1) / (LANES * N);
-  const int first = threadIdx.x % LANES * N;  // and every LANES * N-th
-  Pack<Act, N> own[EACH], partner[EACH];
-  Pack<float, N> delta[EACH], partner_delta[EACH], cosine[EACH], sine[EACH];
-#pragma unroll
-  for (int e = 0; e < EACH; e++) {
-    const int c = first + e * LANES * N;
-    if (x == nullptr || c >= Dh) continue;
-    own[e] = load<N>(x + c);
-    if (w == nullptr) continue;
-    delta[e] = load<N>(w + c);
-    if (c >= 2 * Half) continue;
-    const int other = c < Half ? c + Half : c - Half;
-    partner[e] = load<N>(x + other), partner_delta[e] = load<N>(w + other);
-    cosine[e] = load<N>(cos + c % Half), sine[e] = load<N>(sin + c % Half);
+struct Put {
+  template <int N>
+  __device__ __forceinline__ void operator()(Act* out, int column, const Pack<Act, N>& numbers) const {
+    store(out + column, numbers);
   }
-  Act* out = where();
-
-  // scale = 1 / sqrt(mean x^2 + eps)
-  float sum = 0.0f;
-#pragma unroll
-  for (int e = 0; e < EACH; e++) {
-    if (x == nullptr || first + e * LANES * N >= Dh) continue;
-#pragma unroll
-    for (int i = 0; i < N; i++) sum = fmaf(to_float(own[e].v[i]), to_float(own[e].v[i]), sum);
-  }
-#pragma unroll
-  for (int lane = LANES / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, lane);
-  const float scale = 1.0f / sqrtf(sum / Dh + eps);
-
-#pragma unroll
-  for (int e = 0; e < EACH; e++) {
-    const int c = first + e * LANES * N;
-    if (out == nullptr || c >= Dh) continue;
-    if (w != nullptr) {
-      // y = x scale (1 + w); y_i cos - y_{i+Half} sin on the left, y_i cos + y_{i-Half} sin on the right
-      const float sign = c < Half ? -scale : scale;
-#pragma unroll
-      for (int i = 0; i < N; i++) {
-        float y = to_float(own[e].v[i]) * (scale * (1.0f + delta[e].v[i]));
-        if (c < 2 * Half) {
-          const float turned = to_float(partner[e].v[i]) * sign * (1.0f + partner_delta[e].v[i]);
-          y = fmaf(y, cosine[e].v[i], turned * sine[e].v[i]);
-        }
-        own[e].v[i] = from_float<Act>(y);
-      }
-    }
-    store<N>(out + c, own[e]);
-  }
-}
+};
 
 extern "C" __global__ void __launch_bounds__(128, 6) attention_inputs(
     const Act* qkv,                    // [Rows, 2*(Hq+Hkv)*Dh] q, gate, k, v
@@ -95,7 +38,6 @@ extern "C" __global__ void __launch_bounds__(128, 6) attention_inputs(
     int M,
     float eps)
 {
-  after_previous();
   const unsigned heads = Hq + 2 * Hkv;
   const unsigned unit = ((unsigned long long)blockIdx.x * blockDim.x + threadIdx.x) / LANES;
   const int n = unit / heads, h = unit % heads;
@@ -103,7 +45,8 @@ extern "C" __global__ void __launch_bounds__(128, 6) attention_inputs(
   const float* w = h < Hq ? q_norm : h < Hq + Hkv ? k_norm : nullptr;
   const float *cos_row = cos + (long long)n * Half, *sin_row = sin + (long long)n * Half;
 
-  // Where the head goes, null for nowhere
+  // Where the head goes, null for nowhere: known before the pass began. What this pass made is read behind after_previous(),
+  // in head_inputs.
   const auto where = [&]() -> Act* {
     const int row = n >= Rows ? -1 : rows == nullptr ? n : rows[n];
     if (row < 0) return nullptr;
@@ -115,11 +58,12 @@ extern "C" __global__ void __launch_bounds__(128, 6) attention_inputs(
     Act* pages = h < Hq + Hkv ? k_pages : v_pages;
     return page < 0 ? nullptr : pages + ((page * P + slot % P) * Hkv + (h - Hq) % Hkv) * Dh;
   };
+  Act* out = where();
 
   constexpr int N = PER_16_BYTES<Act>;
   if (Dh % N == 0 && Half % N == 0 && aligned16(qkv, q_norm, k_norm, cos, sin, q, k_pages, v_pages)) {
-    head<N>(x, w, cos_row, sin_row, eps, where);
+    head_inputs<N>(x, w, cos_row, sin_row, eps, out, Put{});
   } else {
-    head<1>(x, w, cos_row, sin_row, eps, where);
+    head_inputs<1>(x, w, cos_row, sin_row, eps, out, Put{});
   }
 }

@@ -6,7 +6,8 @@
 // whoever does it in whichever company, by whichever of attention_few.cuh and attention_wide.cuh, the sums and their order
 // are the same. Leaves are cut at fixed slots; how long they are is a matter of the slot that a row has itself, so that no
 // row has more than LEAVES.
-// A tile lies in panels of 64 columns, rows of 128 swizzled bytes each, as load_tile leaves them.
+// A tile lies as load_tile leaves it: eight rows of 64 columns, 128 swizzled bytes each, then the next 64 columns of these
+// rows, and then the next eight rows.
 #pragma once
 
 #include "attention.cuh"
@@ -18,18 +19,18 @@ constexpr int LEAVES = 32, CLASS = LEAVES * SPLIT;  // slots of which the rows h
 // Slots of the leaves of a row that has this slot.
 __device__ __forceinline__ int leaf_of(int slot) { return SPLIT * (slot / CLASS + 1); }
 
-constexpr int PANEL = 64 * 64;  // numbers of 64 rows
-constexpr int PANELS = Dh / 64, TILE = PANELS * PANEL;
+constexpr int PANEL = 8 * 64;  // numbers of eight rows
+constexpr int PANELS = Dh / 64, TILE = 64 * Dh;
+constexpr int APART = 16 * Dh;  // bytes from eight rows to the next
 constexpr int KS = SPLIT / 16;  // 16-slot steps of the values' product
 
 // The sums of a warp's share of Rows queries.
 template <int Rows>
 struct Share;
 
-// Where the 16 bytes around (row, col) of a tile of Lines rows begin in it.
-template <int Lines>
+// Where the 16 bytes around (row, col) of a tile begin in it.
 __device__ __forceinline__ int place_in_tile(int row, int col) {
-  return col / 64 * (Lines * 64) + row * 64 + (col / 8 % 8 ^ row % 8) * 8;
+  return row / 8 * (8 * Dh) + col / 64 * PANEL + row % 8 * 64 + (col / 8 % 8 ^ row % 8) * 8;
 }
 
 // m becomes at least this; the factor of what was made for m before.
@@ -39,15 +40,21 @@ __device__ __forceinline__ float rise(float& m, float other) {
   return before == m ? 1.0f : power2(before - m);
 }
 
-// A barrier of the threads that multiply, and the parity of its turn.
+constexpr int GROUPS = Rows == 128 || (Rows == 64 && Dh > 64) ? 2 : 1, WARPS = 4 * GROUPS;  // that multiply
+
+// A barrier of the threads that multiply: the hardware's number 1, on the emulator one in memory.
 struct Meeting {
   Barrier& barrier;
   int parity = 0;
 
   __device__ __forceinline__ void operator()() {
+#ifdef EMULATED
     arrive(barrier);
     wait(barrier, parity);
     parity ^= 1;
+#else
+    asm volatile("barrier.sync 1, %0;" ::"n"(WARP * WARPS) : "memory");
+#endif
   }
 };
 

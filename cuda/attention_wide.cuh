@@ -19,7 +19,7 @@ void multiply_values(float (&d)[N], const unsigned (&p)[4], const bf16* v, int s
   const int lane = threadIdx.x % WARP;
   for (int n = 0; n < N / 4; n += 2) {
     unsigned b[4];
-    ldmatrix_x4_trans(b, v + place_in_tile<64>(16 * step + lane % 16, 8 * n + lane / 16 * 8));
+    ldmatrix_x4_trans(b, v + place_in_tile(16 * step + lane % 16, 8 * n + lane / 16 * 8));
     for (int i = 0; i < 2; i++) {
       float(&at)[4] = reinterpret_cast<float(&)[4]>(d[4 * (n + i)]);
       mma_m16n8k16(at, p, {b[2 * i], b[2 * i + 1]});
@@ -28,14 +28,14 @@ void multiply_values(float (&d)[N], const unsigned (&p)[4], const bf16* v, int s
 }
 #else
 // N: columns; D: the numbers of d, then those of the next operands, then the operands that d is. From one panel of v to the
-// next are PANEL numbers.
+// next are 1024 bytes.
 #define VALUES(N, D, P0, P1, P2, P3, V, ...)                                                                          \
   __device__ __forceinline__ void multiply_values(float (&d)[N / 2], const unsigned (&p)[4], const bf16* v, int step) { \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" D "}, {%" #P0 ", %" #P1 ", %" #P2       \
                  ", %" #P3 "}, %" #V ", 1, 1, 1, 1;"                                                                  \
                  : __VA_ARGS__                                                                                        \
                  : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]),                                                        \
-                   "l"(Tile(v).bits + ((PANEL * 2 / 16 - 1ull) << 16) + 128 * step));                                 \
+                   "l"(Tile(v, APART).bits + (63ull << 16) + APART / 8 * step));                                      \
   }
 VALUES(64, D32, 32, 33, 34, 35, 36, SIXTEEN(0), SIXTEEN(16))
 VALUES(128, D64, 64, 65, 66, 67, 68, SIXTY_FOUR(0))
@@ -68,13 +68,13 @@ struct Share {
   __device__ __forceinline__ void begin_scores(const bf16* q, const bf16* k) {
     float(&d)[4 * NS] = reinterpret_cast<float(&)[4 * NS]>(s);
     if (!HALVES) q += threadIdx.x / 128 * TILE;
-#pragma unroll
-    for (int i = 0; i < 4 * NS; i++) d[i] = 0.0f;
     wgmma_begin();
 #pragma unroll
     for (int panel = 0; panel < PANELS; panel++) {
 #pragma unroll
-      for (int step = 0; step < 4; step++) wgmma(d, Tile(q + panel * PANEL), Tile(k + panel * PANEL), step);
+      for (int step = 0; step < 4; step++) {
+        wgmma(d, Tile(q + panel * PANEL, APART), Tile(k + panel * PANEL, APART), step, panel + step);
+      }
     }
     wgmma_end();
   }

@@ -7,7 +7,7 @@ nodes of the tree slots T .. T+N-1 in row order. Slots never written may hold an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,7 @@ _TREE_ROWS = 128  # of one request at most
 _BLOCKS, _WORKERS = 1024, 4  # blocks worth starting; for each tile at least this many, if it has as many splits
 WIDTHS = (32, 64, 128, 256)  # of heads, on the GPU
 _LEAVES = 32  # of a row, at most, in attention_tile.cuh
+_SINGLE = 128  # requests of which each has one row, at most, where the kernel makes its inputs itself
 _HOPPER = "tree_attention_hopper.cu"
 
 
@@ -52,7 +53,7 @@ def tree_attention(
     begins (after_all_previous in cuda/common.cuh). Scratch memory: SCRATCH bytes and 4 n Hq Dh, at most.
     """
     if isinstance(forest, DeviceForest):
-        return _launch(q, gate, k_pages, v_pages, page_table, forest, scale, rows)
+        return launch(q, gate, k_pages, v_pages, page_table, forest, scale, rows)
     out = np.empty_like(q)
     cuts = forest.start if rows is None else np.searchsorted(rows, forest.start)
     for b, tree in enumerate(forest.trees):
@@ -74,7 +75,31 @@ def tree_attention(
     return out
 
 
-def _launch(
+class Inputs(NamedTuple):
+    """What the kernel of sm_90a makes q, k and v of itself, as attention_inputs does, where each request has one row.
+
+    kv: [n, 2 Hkv, Dh], k and v side by side, in rows as far apart as q's; the others as in attention_inputs"""
+
+    kv: Array
+    q_norm: Array
+    k_norm: Array
+    eps: float
+    cos: Array
+    sin: Array
+
+
+def takes_inputs(q: Array, k_pages: Array, page_table: Array, half: int) -> bool:
+    """Whether `launch` takes Inputs for q [n, Hq, Dh] and so many turned pairs."""
+    (_, Hq, Dh), (P, Hkv) = q.shape, k_pages.shape[1:3]
+    fits = half % 8 == 0 and Hq <= 8 * Hkv and Hq % Hkv == 0 and Dh in WIDTHS and len(page_table) <= _SINGLE
+    return fits and _on_hopper(q, P)
+
+
+def _on_hopper(q: Array, P: int) -> bool:
+    return device.c_type(q) == "bf16" and q.shape[2] >= 64 and _box(P) > 0 and kernels.runs_here(_HOPPER)
+
+
+def launch(
     q: Array,
     gate: Array,
     k_pages: Array,
@@ -83,8 +108,11 @@ def _launch(
     forest: DeviceForest,
     scale: float,
     rows: Array | None,
+    inputs: Inputs | None = None,
 ) -> Array:
-    """One kernel, or two. Grids depend on the sizes of arrays and on the device alone."""
+    """One kernel, or two. Grids depend on the sizes of arrays and on the device alone.
+
+    inputs: q is what the product before gives, perhaps of wider rows, and k and v are written to their pages"""
     (n, Hq, Dh), (B, M), (P, Hkv) = q.shape, page_table.shape, k_pages.shape[1:3]
     act, ratio = device.c_type(q), Hq // Hkv
     if Dh not in WIDTHS or Hq % Hkv or act not in ("bf16", "float"):
@@ -95,7 +123,7 @@ def _launch(
     out = device.empty(q.shape, q.dtype)
     if not n:
         return out
-    hopper = act == "bf16" and Dh >= 64 and _box(P) and kernels.runs_here(_HOPPER)
+    hopper = _on_hopper(q, P)
     splits = min(_LEAVES, splits_of(P * M)) if hopper else splits_of(P * M)
     room = min(n, _SIDE_ROWS, max(1, SCRATCH // (4 * splits * Hq * Dh)))
     held = room * splits + (0 if room == n <= _TREE_ROWS else n)
@@ -113,7 +141,7 @@ def _launch(
 
     if hopper:
         args |= end | {"out": out}
-        _launch_hopper(args, k_pages, v_pages, tiles, 1 if rows is not None else n / min(B, n))
+        _launch_hopper(args, k_pages, v_pages, tiles, 1 if rows is not None else n / min(B, n), inputs)
         return out
 
     tile = 64 if act == "bf16" and rows is None and n * ratio > 32 * min(B, n) else 16
@@ -142,21 +170,35 @@ def _launch(
 
 
 def _launch_hopper(
-    args: dict[str, Any], k_pages: Array, v_pages: Array, tiles: Callable[[int], int], each: float
+    args: dict[str, Any],
+    k_pages: Array,
+    v_pages: Array,
+    tiles: Callable[[int], int],
+    each: float,
+    inputs: Inputs | None,
 ) -> None:
     """The one kernel of sm_90a; each: rows of a request that attend together, on average."""
     (P, Hkv, Dh), ratio = k_pages.shape[1:], args["Hq"] // args["Hkv"]
     size = next(s for s in (8, 64, 128) if each * ratio <= s or s == 128)  # queries of a tile
     processors, tile_bytes, extra = device.multiprocessors(), 128 * Dh, 2 * size * Dh + 1024 * (size == 8)
-    stages = min(8, (device.shared_bytes() - 1280 - 28 * size - extra) // tile_bytes)
-    k, v = (pages.reshape(-1, Hkv * Dh) for pages in (k_pages, v_pages))
-    args |= {"k": k, "v": v, "Box": _box(P), "arrived": device.counters(processors)}
-    args |= {"Blocks": max(1, processors // Hkv)}
-    constants = {"Dh": Dh, "Rows": size, "Ratio": ratio, "Stages": stages, "Act": "bf16"}
-    memory, threads = extra + stages * tile_bytes, 384 if size == 128 or (size == 64 and Dh > 64) else 160
     cuts = 0 if args["rows"] is not None else min(args["B"], args["Rq"])  # a request's rows may be of two classes
-    grid = Hkv, max(processors // Hkv, tiles(size) + cuts)
-    kernels.launch(_HOPPER, "tree_attention", grid, threads, args, None, memory, constants)
+    most = args["Rq"] if inputs else tiles(size) + cuts
+    # half a multiprocessor's memory where blocks are more than these, and for one row, beside which other kernels begin
+    half_each = size == 8 and (most == 1 or most * Hkv > processors)
+    memory = (device.shared_bytes() - 1024) // 2 if half_each else device.shared_bytes()
+    stages = min(8, (memory - 1280 - 28 * size - extra) // tile_bytes)
+    panels = Hkv * Dh // 64  # of 64 columns; the map takes eight slots of a panel, then those of the next one
+    k, v = (pages.reshape(-1, 8, panels, 64).transpose(0, 2, 1, 3) for pages in (k_pages, v_pages))
+    args |= {"k": k, "v": v, "Box": _box(P), "arrived": device.counters(processors)}
+    args |= {"Blocks": max(1, processors // Hkv), "Ldq": args["q"].strides[0] // 2}
+    args |= dict.fromkeys((*Inputs._fields, "k_pages", "v_pages")) | {"eps": 0.0}
+    if inputs:
+        args |= inputs._asdict() | {"k_pages": k_pages, "v_pages": v_pages}
+    half = inputs.cos.shape[1] if inputs else 0
+    constants = {"Dh": Dh, "Rows": size, "Ratio": ratio, "Stages": stages, "Act": "bf16", "Half": half}
+    shared, threads = extra + stages * tile_bytes, 384 if size == 128 or (size == 64 and Dh > 64) else 160
+    grid = Hkv, max(args["Blocks"], most)
+    kernels.launch(_HOPPER, "tree_attention", grid, threads, args, None, shared, constants)
 
 
 def _box(P: int) -> int:

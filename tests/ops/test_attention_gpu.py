@@ -169,6 +169,19 @@ def test_trees_of_every_size(gpu, act, n):
     scene.check(scene.run())
 
 
+@pytest.mark.parametrize("requests", [33, 150, 300])
+@pytest.mark.parametrize("Dh", [32, 64])
+def test_many_requests(gpu, Dh, requests):
+    rng = np.random.default_rng(requests)
+    trees = [some.chain(int(n)) for n in rng.choice([0, 1, 1, 3], requests)]
+    scene = Scene(rng, trees, rng.integers(0, 40, requests), 8, 2, 1, Dh, "bf16")
+    whole = scene.run()
+    scene.check(whole)
+    rows = rng.permutation(len(whole))
+    rows[::7] = -1
+    assert scene.run(rows)[rows >= 0].tobytes() == whole[rows[rows >= 0]].tobytes(), "bits differ with `rows`"
+
+
 @pytest.mark.parametrize("act, Dh", [("float", 32), ("bf16", 32), ("bf16", 64)])
 def test_a_row_has_the_same_bits_in_any_company(gpu, act, Dh, monkeypatch):
     rng = np.random.default_rng(0)
