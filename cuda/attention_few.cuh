@@ -30,15 +30,18 @@ struct Share<8> {
     float top[4][8];
   };
   __device__ __forceinline__ static void prepare(Shared& shared) { make_barrier(shared.met, 4 * WARP); }
-  static constexpr int EXTRA = 512;  // numbers behind q: the weights, 8 queries by 64 slots
+  static constexpr int WEIGHTS = 8 * SPLIT, EXTRA = 2 * WEIGHTS;  // numbers behind q: for this tile and the one before
 
   static constexpr int first_query = 0;
   float o[PANELS][4], m[2], l[2];
   Shared& shared;
   Meeting meet;
-  bf16* p;
+  bf16 *const weights, *p;
 
-  __device__ __forceinline__ Share(Shared& shared, bf16* q) : shared(shared), meet{shared.met}, p(q + 8 * Dh) { clear(); }
+  __device__ __forceinline__ Share(Shared& shared, bf16* q)
+      : shared(shared), meet{shared.met}, weights(q + 8 * Dh), p(weights) {
+    clear();
+  }
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -82,6 +85,7 @@ struct Share<8> {
     }
     if (g == 0) shared.top[warp][2 * t] = top[0], shared.top[warp][2 * t + 1] = top[1];
     meet();
+    p = weights + WEIGHTS - (p - weights);
 #pragma unroll
     for (int e = 0; e < 2; e++) {
       const float most = fmaxf(fmaxf(shared.top[0][2 * t + e], shared.top[1][2 * t + e]),
@@ -148,13 +152,13 @@ struct Share<8> {
     for (int e = 0; e < 2; e++) all_m[e] = m[e], all_l[e] = l[e];
   }
 
-  // visit(i, query, column, first of NEIGHBOURS sums) for all that the lane owns, of its query i
+  // visit(query, column, first of NEIGHBOURS sums) for all that the lane owns
   static constexpr int NEIGHBOURS = 1;
   template <class Visit>
   __device__ __forceinline__ void each(Visit visit) {
     const int lane = threadIdx.x % WARP, col = threadIdx.x / WARP * 16 + lane / 4;
 #pragma unroll
-    for (int i = 0; i < 4 * PANELS; i++) visit(i % 2, query(i % 2), i / 4 * 64 + col + i / 2 % 2 * 8, o[i / 4] + i % 4);
+    for (int i = 0; i < 4 * PANELS; i++) visit(query(i % 2), i / 4 * 64 + col + i / 2 % 2 * 8, o[i / 4] + i % 4);
   }
   __device__ __forceinline__ static int query(int i) { return threadIdx.x % 4 * 2 + i; }
   __device__ __forceinline__ static bool tells() { return threadIdx.x < 4; }  // its queries' m and l: one thread for each

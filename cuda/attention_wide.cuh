@@ -182,14 +182,24 @@ struct Share {
     }
   }
 
-  // visit(i, query, column, first of NEIGHBOURS sums) for all that the lane owns, of its query i
-  static constexpr int NEIGHBOURS = 2;
+  // visit(query, column, first of NEIGHBOURS sums): of the lane's columns of n and n + 1 those of one, and beside them those
+  // of the neighbouring lane, which gets the others
+  static constexpr int NEIGHBOURS = 4;
   template <class Visit>
   __device__ __forceinline__ void each(Visit visit) {
+    const bool odd = threadIdx.x & 1;
 #pragma unroll
     for (int h = 0; h < 2; h++)
 #pragma unroll
-      for (int n = 0; n < NV; n++) visit(h, query(h), first_column + 8 * n + threadIdx.x % 4 * 2, o[n] + 2 * h);
+      for (int n = 0; n < NV; n += 2) {
+        float four[4];
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          const float a = o[n][2 * h + e], b = o[n + 1][2 * h + e], other = __shfl_xor_sync(ALL_LANES, odd ? a : b, 1);
+          four[e] = odd ? other : a, four[2 + e] = odd ? b : other;
+        }
+        visit(query(h), first_column + 8 * (n + odd) + threadIdx.x % 4 / 2 * 4, four);
+      }
   }
   __device__ __forceinline__ int query(int i) const { return first_query + threadIdx.x % WARP / 4 + 8 * i; }
   // Its queries' m and l: one thread for each

@@ -12,8 +12,8 @@
 //
 // grid: Hkv, at least as many blocks as there may be tiles. block: two warpgroups that multiply (one for Rows = 8), and a
 // warp that asks for K and V, page by page, into a ring of Stages tiles of 64 slots of either.
-// shared: 1 KB + 2 bytes x ((Rows + 64 Stages) Dh + 512): q, the ring, weights of Rows = 8. With a small ring two blocks share
-// a multiprocessor, or one and a product.
+// shared: 1 KB + 2 bytes x ((Rows + 64 Stages) Dh + 1024): q, the ring, weights of Rows = 8. With a small ring two blocks
+// share a multiprocessor, or one and a product.
 // Read twice: the KV of a request, once for each of its tiles, from L2.
 //
 // spills: addresses, once a leaf
@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(
       const int slot = key + first;
       return first < 64 && slot < stop ? (__ldcg(table + (slot >> shift)) << shift) + (slot & P - 1) : -1;
     };
-    Turn turn{0};
+    Turn turn{0}, last_k{0}, last_v{0};
     int place = place_of(begin), next = place_of(begin + 64);
     bool waited = Half > 0;
 #pragma unroll 1
@@ -198,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(
       // what was there before the pass began is asked for at once
       if (!waited && key + 64 > tile.T) after_previous(), waited = true;
 #pragma unroll 1
-      for (int values = 0; values < 2; values++, turn.advance(1)) {
+      for (int values = 0; values < 2; values++, last_k = last_v, last_v = turn, turn.advance(1)) {
         wait(empty[turn.place], turn.parity ^ 1);
         const unsigned some = __ballot_sync(ALL_LANES, place >= 0);
         if (lane == 0) arrive_expecting(full[turn.place], __popc(some) * Box * Dh * 2);
@@ -211,17 +211,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(
     if constexpr (Half > 0) {
       // The row's own k and v, into the last tiles; zeros behind v, where nothing or anything may be
       if (!newest) return;
-      const auto before = [&](int places) { return ring + (turn.place - places + (turn.place < places) * Stages) * TILE; };
-      bf16 *last_k = before(2), *last_v = before(1);
+      bf16 *k_tile = ring + last_k.place * TILE, *v_tile = ring + last_v.place * TILE;
       const int page = __ldcg(table + (tile.T >> shift)), at = tile.T % 64;
       const long long to = (((long long)page << shift) + (tile.T & P - 1)) * Hkv + head;
-      for (int places = 1; places <= 2; places++) {
-        const int place = turn.place - places + (turn.place < places) * Stages;
-        wait(full[place], turn.parity ^ (turn.place < places));
-      }
+      wait(full[last_k.place], last_k.parity), wait(full[last_v.place], last_v.parity);
 #pragma unroll 1
       for (int row = at + 1; row < 64 && lane < WORDS; row++) {
-        *reinterpret_cast<uint4*>(last_v + place_in_tile(row, lane * 8)) = uint4{0, 0, 0, 0};
+        *reinterpret_cast<uint4*>(v_tile + place_in_tile(row, lane * 8)) = uint4{0, 0, 0, 0};
       }
       const auto put = [&](Act* tile, Act* pages, int column, const Pack<Act, 8>& numbers) {
         store(tile + place_in_tile(at, column), numbers);
@@ -230,8 +226,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(
       const Act *own_k = kv + (long long)tile.row * Ldq + head * Dh, *own_v = own_k + Hkv * Dh;
       const float *turn_cos = cos + (long long)tile.row * Half, *turn_sin = sin + (long long)tile.row * Half;
       after_previous();
-      if (lane < WORDS) put(last_v, v_pages, lane * 8, load<8>(own_v + lane * 8));
-      head_inputs<8>(lane < LANES ? own_k : nullptr, k_norm, turn_cos, turn_sin, eps, lane < LANES ? last_k : nullptr,
+      if (lane < WORDS) put(v_tile, v_pages, lane * 8, load<8>(own_v + lane * 8));
+      head_inputs<8>(lane < LANES ? own_k : nullptr, k_norm, turn_cos, turn_sin, eps, lane < LANES ? k_tile : nullptr,
                      [&](Act* tile, int column, const Pack<Act, 8>& numbers) { put(tile, k_pages, column, numbers); });
       fence_writes();
       arrive(made);
@@ -266,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(
     after_previous();  // by warps without a head, too
   } else {  // q, zero where there is no query
     after_previous();
-#pragma unroll 1
+#pragma unroll (Rows == 8 ? 1 : 4)
     for (int word = threadIdx.x; word < Rows * WORDS; word += WARP * WARPS) {
       const int j = word / WORDS, col = word % WORDS * 8;
       const bool used = query.place[j] >= 0;
@@ -314,17 +310,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(
       wgmma_wait<0>();
       weigh(key);
       x.settle();
-      if (Rows > 8) {  // the next scores are made beside the values of these
+      // the next scores are made beside the values of these
 #pragma unroll 1
-        for (; key + 64 < edge; key += 64) {
-          begin_scores(key + 64);
-          begin_add(key);
-          wgmma_wait<1>();
-          weigh(key + 64);
-          wgmma_wait<0>();
-          release(values);
-          x.settle();
-        }
+      for (; key + 64 < edge; key += 64) {
+        begin_scores(key + 64);
+        begin_add(key);
+        wgmma_wait<1>();
+        weigh(key + 64);
+        wgmma_wait<0>();
+        release(values);
+        x.settle();
       }
       begin_add(key);
       wgmma_wait<0>();
@@ -335,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(
       if (key < stop) continue;
       if (workers == 1) break;
     }
-    x.each([&](int, int j, int col, const float* o) {
+    x.each([&](int j, int col, const float* o) {
       if (query.place[j] >= 0) put(part_o + (long long)(query.place[j] + l) * Dh + col, o);
     });
 #pragma unroll
@@ -351,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tree_attention(
   int rank = 0, ranks = 1;
   if (workers == 1) {
     meet();
-    x.each([&](int, int j, int col, const float* o) { put(room + j * PITCH + col, o); });
+    x.each([&](int j, int col, const float* o) { put(room + j * PITCH + col, o); });
     if (x.tells()) sums[x.query(0)] = x.l[0], sums[x.query(1)] = x.l[1];
     meet();
   } else {

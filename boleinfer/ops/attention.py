@@ -180,7 +180,7 @@ def _launch_hopper(
     """The one kernel of sm_90a; each: rows of a request that attend together, on average."""
     (P, Hkv, Dh), ratio = k_pages.shape[1:], args["Hq"] // args["Hkv"]
     size = next(s for s in (8, 64, 128) if each * ratio <= s or s == 128)  # queries of a tile
-    processors, tile_bytes, extra = device.multiprocessors(), 128 * Dh, 2 * size * Dh + 1024 * (size == 8)
+    processors, tile_bytes, extra = device.multiprocessors(), 128 * Dh, 2 * size * Dh + 2048 * (size == 8)
     cuts = 0 if args["rows"] is not None else min(args["B"], args["Rq"])  # a request's rows may be of two classes
     most = args["Rq"] if inputs else tiles(size) + cuts
     # half a multiprocessor's memory where blocks are more than these, and for one row, beside which other kernels begin
