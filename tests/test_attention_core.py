@@ -56,6 +56,18 @@ def test_one_launch_has_the_bits_of_two(gpu, sizes, half, seed):
     assert [x.tobytes() for x in own_pages] == [x.tobytes() for x in pages]
 
 
+@pytest.mark.parametrize("requests", [33, 70, 128])
+def test_many_requests(gpu, requests):
+    rng = np.random.default_rng(requests)
+    trees = [[-1] * int(n) for n in rng.integers(0, 2, requests)]
+    scene = Scene(rng, trees, rng.integers(0, 40, requests), 8, 2, 1, 64, "bf16")
+    one, own_pages, _, expected = run(scene, (2, 1, 64), 16, True)
+    two, pages, _, _ = run(scene, (2, 1, 64), 16, False)
+    assert relative_error(one, expected) <= 1e-2
+    assert one.tobytes() == two.tobytes()
+    assert [x.tobytes() for x in own_pages] == [x.tobytes() for x in pages]
+
+
 def test_a_row_without_a_page_writes_nothing(gpu):
     scene = Scene(np.random.default_rng(0), [[-1]], [16], 16, 2, 1, 64, "bf16")
     _, after, before, _ = run(scene, (2, 1, 64), 16, True, columns=1)
