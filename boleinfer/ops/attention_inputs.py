@@ -42,7 +42,8 @@ def attention_inputs(
     rows: int32 [n], the flat rows of the forest that qkv holds; None: all of them
     Returns q [n, Hq, Dh]. On the GPU the norms, cos and sin are float32, sums too; the others have qkv's type, to which
     they are rounded once; a row without a page writes no k and v; of a row without a request, and of an entry -1 of
-    `rows`, nothing is written, q included. NumPy raises IndexError for a row without a page.
+    `rows`, nothing is written, q included; the forest, page_table and rows have to be there before the pass begins.
+    NumPy raises IndexError for a row without a page.
     Equations: Qwen3NextAttention in HF transformers.
     """
     if isinstance(forest, DeviceForest):
