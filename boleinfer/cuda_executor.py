@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from boleinfer import device
+from boleinfer import device, gdn_few
 from boleinfer.costs import CostTable
 from boleinfer.decoder import Decoder
 from boleinfer.device import Array, Fp8
@@ -80,6 +80,7 @@ class _Kind(NamedTuple):
     single: no request has more than one row, or asks for logits
     waits: the hidden rows that were accepted are kept for later; takes: the layer takes them in; plan: and then drafts
     alone: for the first request only, which decodes and of which ALONE_ROWS are accepted at most
+    few: no request has more than gdn_few.ROWS rows, where all together may have many
     """
 
     single: bool
@@ -87,6 +88,7 @@ class _Kind(NamedTuple):
     takes: bool
     plan: DraftPlan | None
     alone: bool = False
+    few: bool = False
 
 
 class _Frame:
@@ -105,7 +107,7 @@ class _Frame:
         self.ready: set[_Kind] = set()
         self.drafts: dict[_Kind, Drafts] = {}
         self.parts: list[Part] | None = None  # what the inputs on the GPU say
-        self.single = self.alone = False  # of the last step, as in _Kind
+        self.single = self.alone = self.few = False  # of the last step, as in _Kind
 
     def add_drafts(self, kind: _Kind, plan: DraftPlan) -> None:
         """The arrays of a way to draft."""
@@ -166,9 +168,11 @@ class CudaExecutor:
         sizes = {min(SMALLEST << i, self._max_rows) for i in range((LARGEST_CAPTURED // SMALLEST).bit_length())}
         for size in {ONE} | sizes:
             self._frame(size, 0)
+            self._frame(size, 0, few=True)
             self._frame(size, 0, single=True)
             for way in range(1, 1 + len(self._drafting)) if size >= min(FEWEST_DRAFTED, self._max_rows) else ():
                 self._frame(size, way)
+                self._frame(size, way, few=True)
                 if size <= self._envelope(1 + self._draft_nodes, way):
                     self._frame(size, way, alone=True)
 
@@ -184,9 +188,10 @@ class CudaExecutor:
     def start(self, works: Sequence[Work], way: int = 0) -> Callable[[], list[Outcome]]:
         single = all(len(w.tree) == 1 and w.request.params.logprobs is None for w in works)
         alone = len(works) == 1 and self._is_short(works[0])
-        frame = self._frame(sum(len(w.tree) for w in works), way, single, alone)
-        frame.single, frame.alone = single, alone
-        kind = self._kind(way, frame.inputs.rows, single, alone)
+        few = max(len(w.tree) for w in works) <= gdn_few.ROWS
+        frame = self._frame(sum(len(w.tree) for w in works), way, single, alone, few)
+        frame.single, frame.alone, frame.few = single, alone, few
+        kind = self._kind(way, frame.inputs.rows, single, alone, few)
         if kind.waits or kind.takes:
             self._take_in([w.request for w in works], MOST_WAITING if kind.waits else 0)
         parts = [self._part(w) for w in works]
@@ -221,7 +226,7 @@ class CudaExecutor:
     def repeat(self, rows: int, way: int = 0) -> None:
         """Queues the last step of so many rows again, as the GPU stands now; to measure, on requests to be dropped."""
         frame = self._frames[self._envelope(rows, way)]
-        kind = self._kind(way, frame.inputs.rows, frame.single, frame.alone)
+        kind = self._kind(way, frame.inputs.rows, frame.single, frame.alone, frame.few)
         self.runner.run((frame.inputs.rows, kind), lambda: self._step(frame, kind))
 
     def time(self, works: Sequence[Work], way: int, about_s: float, most: int) -> float:
@@ -252,14 +257,15 @@ class CudaExecutor:
             pieces = [hidden[i : i + n] for i in range(0, len(tokens), n)]
             return np.concatenate([device.download(self.model.logits(piece)) for piece in pieces])
 
-    def _kind(self, way: int, rows: int, single: bool, alone: bool) -> _Kind:
+    def _kind(self, way: int, rows: int, single: bool, alone: bool, few: bool) -> _Kind:
         """Of a step of so many rows. A step that reads much of a prompt leaves too many rows to wait; one that drafts
         hardly ever has single rows."""
         single &= way == 0
+        few &= not single and rows > gdn_few.ROWS  # of smaller envelopes it is known
         if not self._drafting:
-            return _Kind(single, False, False, None)
+            return _Kind(single, False, False, None, few=few)
         takes = way > 0 or rows > LARGEST_CAPTURED
-        return _Kind(single, not takes, takes, self._drafting[way - 1] if way else None, alone and way > 0)
+        return _Kind(single, not takes, takes, self._drafting[way - 1] if way else None, alone and way > 0, few)
 
     def _take_in(self, requests: Sequence[Request], most: int) -> None:
         """The MTP layer's keys and values of all tokens that wait, for requests of which more than `most` do."""
@@ -283,7 +289,8 @@ class CudaExecutor:
         """All launches of a step; returns what may be read after it, its logits, where any are asked for."""
         inputs, step, slots = frame.inputs, frame.step, self._slots
         plant(inputs, slots, step)
-        batch = Batch(replace(step.forest, single=kind.single), step.slot, step.page_table)
+        most = gdn_few.ROWS if kind.few else None
+        batch = Batch(replace(step.forest, single=kind.single, most=most), step.slot, step.page_table)
         hidden, pending = self.model.forward(batch, self.state)  # [R, D]
         wanted = inputs.on.wanted
         rows, use = hidden if len(wanted) == inputs.rows else embedding(wanted, hidden), inputs.on.use
@@ -325,13 +332,13 @@ class CudaExecutor:
         if self.overrule is not None:
             self.overrule(kind.plan, drafts.requests, inputs, self._slots, step.results)
 
-    def _frame(self, rows: int, way: int, single: bool = False, alone: bool = False) -> _Frame:
+    def _frame(self, rows: int, way: int, single: bool = False, alone: bool = False, few: bool = False) -> _Frame:
         """The smallest envelope that holds so many rows, made and rehearsed when it is first asked for in this way."""
         size = self._envelope(rows, way)
         if size not in self._frames:
             sampled = sampled_rows(self._max_batch, self._draft_nodes)
             self._frames[size] = _Frame(size, self._max_batch, sampled, self._slots)
-        frame, kind = self._frames[size], self._kind(way, size, single, alone)
+        frame, kind = self._frames[size], self._kind(way, size, single, alone, few)
         if kind not in frame.ready:
             frame.ready.add(kind)
             if kind.plan is not None:

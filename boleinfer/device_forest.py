@@ -29,6 +29,7 @@ class DeviceForest:
     start:     [B+1], first rows; an unused request is empty
     committed: [B], tokens that the states hold
     single:    whether it is known, when a step is queued, that no request has more than one row
+    most:      rows of a request, at most, where it is known then
     """
 
     token: Array
@@ -42,6 +43,7 @@ class DeviceForest:
     start: Array
     committed: Array
     single: bool = False
+    most: int | None = None
 
     def __len__(self) -> int:
         return len(self.token)
@@ -82,6 +84,7 @@ def upload(forest: Forest) -> DeviceForest:
         start=ints(forest.start),
         committed=ints(forest.committed),
         single=all(len(t) <= 1 for t in forest.trees),
+        most=max(map(len, forest.trees), default=0),
     )
 
 

@@ -1,10 +1,10 @@
-"""What a gated DeltaNet layer does between its projections: three ops, or for one row a request a single launch."""
+"""What a gated DeltaNet layer does between its projections: three ops, or for few rows a request a single launch."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from boleinfer import device, kernels
+from boleinfer import device, gdn_few, kernels
 from boleinfer.device import Array
 from boleinfer.device_forest import DeviceForest
 from boleinfer.forest import Forest
@@ -33,9 +33,11 @@ def gdn_core(
     """The gated output y [R, Hv, V] of all rows, and their factors k [R, Hk, K], u [R, Hv, V] and g [R, Hv].
 
     norm: [V], the gain of the gated norm; all else as in gdn_inputs and gdn. The memory is not written.
-    On the GPU a forest of `single` rows is one launch, with the bits of the three."""
+    On the GPU a forest of `single` rows, or of few rows a request, is one launch, with the bits of the three."""
     if isinstance(forest, DeviceForest) and forest.single:
         return _launch(qkvz, ba, taps, A_log, dt_bias, norm, eps, window, S, ring, slot, forest, sizes)
+    if isinstance(forest, DeviceForest) and (rows := gdn_few.rows_for(qkvz, taps, ring, forest, sizes)):
+        return gdn_few.launch(rows, qkvz, ba, taps, A_log, dt_bias, norm, eps, window, S, ring, slot, forest, sizes)
     Hk, K, Hv, V = sizes
     z = qkvz[:, 2 * Hk * K + Hv * V :].reshape(-1, Hv, V)
     q, k, v, g, beta = gdn_inputs(qkvz, ba, taps, A_log, dt_bias, window, slot, forest, sizes)

@@ -32,7 +32,6 @@
 // sizes: Act=bf16 K=128 V=128 Vt=32 Warps=8 Panel=64 | Act=bf16 K=128 V=128 Vt=32 Warps=6 Panel=16
 // sizes: Act=bf16,float K=128 V=128 Vt=16 Warps=8 Panel=16
 // sizes: Act=bf16,float K=64 V=64 Vt=32 Warps=8 Panel=64 | Act=bf16,float K=16 V=16 Vt=16 Warps=8 Panel=64
-// spills: one number a thread where six warps are to leave room for a second block
 #include "gdn_columns.cuh"
 #include "gdn_row.cuh"
 #include "gdn_weights.cuh"

@@ -69,6 +69,34 @@ __device__ __forceinline__ float fade(float2 later, float2 earlier) {
   return expf((later.x - earlier.x) + (later.y - earlier.y));
 }
 
+// e^{G + what is before the tree}
+__device__ __forceinline__ float kept(float2 G, float2 ring) { return expf((G.x + ring.x) + (G.y + ring.y)); }
+
+// Log decays of row `lane`, and of entries lane and lane + 32 of a ring, become sums: of the row and those above it, the next
+// of which is `up`, -1 where there is none; of the entry and those before it in its half. Distances double each round.
+__device__ __forceinline__ void add_up_paths(double& sum, int up, double (&chain)[2], int lane) {
+#pragma unroll
+  for (int reach = 1; reach < WARP; reach *= 2) {
+    const double more = __shfl_sync(ALL_LANES, sum, max(up, 0));
+    const int next = __shfl_sync(ALL_LANES, up, max(up, 0));
+    if (up >= 0) sum += more, up = next;
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const double before = __shfl_up_sync(ALL_LANES, chain[e], reach);
+      if (lane >= reach) chain[e] += before;
+    }
+  }
+}
+
+// G of the ring's entries, which counts from the ring's end. Returns that of the whole ring.
+__device__ __forceinline__ float2 ring_sums(float2* G, double (&chain)[2], int lane) {
+  chain[1] += __shfl_sync(ALL_LANES, chain[0], WARP - 1);
+  const double all = __shfl_sync(ALL_LANES, chain[1], WARP - 1);
+#pragma unroll
+  for (int e = 0; e < 2; e++) G[lane + WARP * e] = two_floats(chain[e] - all);
+  return two_floats(all);
+}
+
 // ---- operands -------------------------------------------------------------------------------------------------------
 
 // x and y as sums of pairs of bf16, the largest first.

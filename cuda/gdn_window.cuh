@@ -4,8 +4,11 @@
 
 #include "gdn.cuh"
 
-constexpr int ROWS = HALF ? 32 : 16, TILES = ROWS / TILE;
-constexpr int WIDTH = Panel + ROWS + 8;    // of W: eight rows lie in different banks
+constexpr int ROWS = HALF ? 32 : 16;
+constexpr int WIDTH = Panel + ROWS + 8;  // eight rows of W lie in different banks
+
+#include "gdn_tiles.cuh"
+
 constexpr int SCORERS = WARPS - OWNERS;    // warps that own no columns
 constexpr int CARRIER = OWNERS + 1;        // the first warp that copies keys: all scorers but the steward
 constexpr int KEY_BUFFERS = HALF ? 2 : 1;  // of keys of earlier columns
@@ -43,7 +46,7 @@ struct alignas(16) Step {
 
 struct Memory {
   float S[K * Vt];                                     // see `place`
-  bf16 x[2][2][KEY_PARTS][ROWS][PITCH];                // queries, keys; by windows, as are ancestors and beta
+  Inputs x[2];                                         // by windows, as are ancestors and beta
   bf16 earlier[KEY_BUFFERS][KEY_PARTS][Panel][PITCH];  // keys; by steps, as are W and T
   unsigned ancestors[2][ROWS][TREE / 32];              // ancestors and itself
   float beta[4][ROWS];
@@ -51,9 +54,9 @@ struct Memory {
   float2 ring_sum[2];                                  // log decay from the checkpoint to the tree; by heads
   Step steps[4];
   unsigned used[4][TREE / 32];                         // rows of the tree that are its own; by heads
-  bf16 W[2][2][PARTS][ROWS][WIDTH];                    // of queries, of keys; columns: earlier, own
-  bf16 T[2][TILES][3][TILE][TILE + 8];
-  float A[TILES][TILE][TILE];                          // [a][n]: beta_n W of key n with column a, own rows
+  Weights W[2];
+  Inverse T[2][TILES];
+  Square A[TILES];
 };
 
 // Where a head's rows and ring entries are.
@@ -142,33 +145,20 @@ struct Gates {
   }
 
   // G and beta of the window's rows and G of the ring, which is a chain and counts from its end. parent: in the tree, -1 where
-  // there is none. Distances to the root, and to the ring's first entry, double each round.
+  // there is none.
   __device__ __forceinline__ void add_up(Memory& m, int parent, const Step& w, int lane) const {
     float2* G = m.G[w.head % 2];
     double sum = clamped(g), chain[2] = {clamped(ring[0]), clamped(ring[1])};
     int up = lane < ROWS ? parent - w.from : -1;
     if (up < 0 && parent >= 0 && lane < ROWS) sum += double(G[CHUNK + parent].x) + G[CHUNK + parent].y;
-#pragma unroll
-    for (int reach = 1; reach < WARP; reach *= 2) {
-      const double more = __shfl_sync(ALL_LANES, sum, max(up, 0));
-      const int next = __shfl_sync(ALL_LANES, up, max(up, 0));
-      if (up >= 0) sum += more, up = next;
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const double before = __shfl_up_sync(ALL_LANES, chain[e], reach);
-        if (lane >= reach) chain[e] += before;
-      }
-    }
+    add_up_paths(sum, up, chain, lane);
     if (lane < ROWS) {
       G[w.at + lane] = two_floats(sum);
       m.beta[w.window % 4][lane] = beta;
     }
     if (w.from == 0) {
-      chain[1] += __shfl_sync(ALL_LANES, chain[0], WARP - 1);
-      const double all = __shfl_sync(ALL_LANES, chain[1], WARP - 1);
-#pragma unroll
-      for (int e = 0; e < 2; e++) G[lane + WARP * e] = two_floats(chain[e] - all);
-      if (lane == 0) m.ring_sum[w.head % 2] = two_floats(all);
+      const float2 all = ring_sums(G, chain, lane);
+      if (lane == 0) m.ring_sum[w.head % 2] = all;
     }
   }
 };
@@ -177,5 +167,5 @@ struct Gates {
 __device__ __forceinline__ float kept(const Memory& m, const Step& w, int row) {
   const float2 G = m.G[w.head % 2][w.at + row], ring = m.ring_sum[w.head % 2];
   const bool begun = w.path && w.from;  // the state has what was before
-  return expf((G.x + (begun ? 0.0f : ring.x)) + (G.y + (begun ? 0.0f : ring.y)));
+  return kept(G, begun ? float2{} : ring);
 }

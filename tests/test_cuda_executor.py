@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from boleinfer import cuda_executor, device, device_waiting, device_weights, draft_head, models, timing
+from boleinfer import cuda_executor, device, device_waiting, device_weights, draft_head, gdn_few, models, timing
 from boleinfer.config import read_config
 from boleinfer.cuda_executor import CudaExecutor, DraftPlan
 from boleinfer.draft.base import Limits
@@ -31,16 +31,18 @@ pytestmark = pytest.mark.parametrize(
 )  # whole steps take long: one order of threads
 
 
-def cuda_engine(folder, draft: str, max_batch: int = 3, max_rows: int = 64, nodes: int = 5) -> Engine:
-    """An engine on the GPU in float32 whose memory is poisoned; on a real GPU its steps are graphs."""
+def cuda_engine(
+    folder, draft: str, max_batch: int = 3, max_rows: int = 64, nodes: int = 5, act: str = "float"
+) -> Engine:
+    """An engine on the GPU whose memory is poisoned; on a real GPU its steps are graphs."""
     real = not isinstance(device.empty(1, np.int32), np.ndarray)
     config = read_config(folder)
     family = models.family(config.model_type)
-    arrays = device_weights.load(folder, config, family.plan, np.dtype(np.float32))
+    arrays = device_weights.load(folder, config, family.plan, device.dtype(act))
     model = family.build(config, arrays)
     scratch = 1 + max(nodes, 3)
     pages = -(-(120 + scratch) // 16)
-    state = State(config, max_batch, max_batch * pages, 16, 7, mtp=True, gpu=True, poison=True)
+    state = State(config, max_batch, max_batch * pages, 16, 7, mtp=True, dtype=device.dtype(act), gpu=True, poison=True)
     allowed = np.arange(VOCAB) < 480
     allowed[500] = True
     plans = (DraftPlan(depth=3, least=0.0), DraftPlan(3, 2, 3, least=0.0, ids=300)) if draft in ("mtp", "auto") else ()
@@ -161,6 +163,19 @@ def test_single_rows_take_one_launch_in_a_gated_deltanet_layer(tmp_path, gpu):
         with timing.recorded() as launches:
             found.append(finish(cuda_engine(folder, "none"), [request_of(p, params) for p in prompts()]))
         assert ("gdn_token.cu" in {launch.file for launch in launches}) == (params is greedy)
+    assert found[0] == found[1]
+
+
+def test_small_trees_take_one_launch_in_a_gated_deltanet_layer(tmp_path, gpu, monkeypatch):
+    """And have the tokens of steps that take three."""
+    folder, found = plausible_checkpoint(tmp_path, "qwen3_5"), []
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    for blocks in (gdn_few.BLOCKS, {}):
+        monkeypatch.setattr(gdn_few, "BLOCKS", blocks)
+        with timing.recorded() as launches:
+            requests = [request_of(p, params) for p in prompts()]
+            found.append(finish(cuda_engine(folder, "mtp", act="bf16"), requests))
+        assert ("gdn_few.cu" in {launch.file for launch in launches}) == bool(blocks)
     assert found[0] == found[1]
 
 

@@ -1,4 +1,4 @@
-"""One launch for a row a request has the bits of the three ops and writes nothing else, emulated and on a GPU."""
+"""One launch for few rows a request has the bits of the three ops and writes nothing else, emulated and on a GPU."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from boleinfer import device, device_forest
+from boleinfer import device, device_forest, gdn_few
 from boleinfer.forest import Forest, Tree
 from boleinfer.gdn_core import gdn_core
 from boleinfer.kernels import KernelError
 from boleinfer.ops import relative_error
 from boleinfer.ring import Ring
+from tests import strategies as some
+from tests.ops.test_gdn_gpu import Envelope, begin_pass
 
 ACTS = {"bf16": 6e-2, "float": 1e-5}  # what bf16 loses between the ops counts too, in hard cases
 
 
 def arguments(rng, rows, sizes, C=32, W=4, act="bf16", hard=False):
-    """Host arguments; rows: how many each request has, 0 or 1. What nobody owns or has written is NaN."""
+    """Host arguments; rows: how many each request has, all in one chain. What nobody owns or has written is NaN."""
     (Hk, K, Hv, V), B, slots, R = sizes, len(rows), len(rows) + 2, max(1, sum(rows))
     slot, channels = rng.permutation(slots)[:B].astype(np.int32), 2 * Hk * K + Hv * V
     length = np.zeros(slots, np.int32)
@@ -104,6 +106,45 @@ def test_one_launch_has_the_bits_of_three(gpu, act, rows, sizes, C, W, hard):
         assert a.tobytes() == b.tobytes(), f"{name} differs"
     expected = gdn_core(**{name: wide(value) for name, value in given.items()})
     assert relative_error([wide(a) for a in one], expected) <= ACTS[act]
+
+
+def tree_of(rng, n):
+    """Parents of a random tree, perhaps with several roots."""
+    return [int(rng.integers(-1 if rng.random() < 0.1 else min(0, i - 1), i)) for i in range(n)]
+
+
+@pytest.mark.parametrize(
+    "rows,sizes,C",
+    [
+        ([9, 1, 0, 16, 2], (1, 16, 3, 16), 5),
+        ([3, 12], (2, 64, 4, 64), 32),
+        ([16, 1], (2, 128, 4, 128), 32),
+        ([17, 1, 30], (1, 32, 2, 32), 20),
+        ([32, 5], (1, 128, 1, 128), 32),
+    ],
+)
+@pytest.mark.parametrize("hard", [False, True])
+def test_few_rows_are_one_launch_with_the_bits_of_three(gpu, monkeypatch, rows, sizes, C, hard):
+    rng = np.random.default_rng(sum(rows) + C)
+    for chains in (False, True):
+        trees = [some.chain(n) if chains else tree_of(rng, n) for n in rows]
+        envelope = Envelope(rng, trees, holes=max(rows) not in gdn_few.BLOCKS)
+        given = arguments(rng, rows, sizes, C, hard=hard) | {"forest": envelope.forest}
+        spread = {name: envelope.rows(given[name]) for name in ("qkvz", "ba")}
+        forest = replace(envelope.upload(), most=int(np.diff(envelope.start).max()))
+        on = uploaded(given) | spread | {"forest": forest}
+        before = memory_of(on)
+        begin_pass()
+        one = gdn_core(**on)
+        with monkeypatch.context() as patch:
+            patch.setattr(gdn_few, "BLOCKS", {})
+            three = gdn_core(**on)
+        assert memory_of(on) == before
+        one, three = ([device.download(a)[envelope.flat] for a in found] for found in (one, three))
+        for name, a, b in zip(("y", "k", "u", "g"), one, three):
+            assert a.tobytes() == b.tobytes(), f"{name} differs"
+        expected = gdn_core(**{name: wide(value) for name, value in given.items()})
+        assert relative_error([wide(a) for a in one], expected) <= ACTS["bf16"]
 
 
 def test_nobody_takes_part(gpu):

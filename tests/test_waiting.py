@@ -18,6 +18,7 @@ WEIGHTS = {
     "attention_inputs.cu": {"q_norm", "k_norm"},
     "embedding.cu": {"table", "inv_freq"},
     "gated_rms_norm.cu": {"w"},
+    "gdn_few.cu": {"taps", "A_log", "dt_bias", "norm"},
     "gdn_inputs.cu": {"taps", "A_log", "dt_bias"},
     "gdn_token.cu": {"taps", "A_log", "dt_bias", "norm"},
     "linear_any.cu": {"w", "scale"},
