@@ -65,8 +65,10 @@ def kernels_of_step(llm: LLM, prompt: int) -> list[dict[str, Any]]:
 
 def label(launch: Launch) -> tuple[str, ...]:
     """A kernel by name, a product with its sizes too."""
-    product = launch.name.startswith("linear")
-    return (launch.name, f"{launch.args['Dout']}x{launch.args['Din']}") if product else (launch.name,)
+    if not launch.name.startswith("linear"):
+        return (launch.name,)
+    Din = launch.args["Din"]
+    return launch.name, f"{launch.args['w'].size // Din}x{Din}"
 
 
 def group_us(group: Sequence[Launch]) -> float:

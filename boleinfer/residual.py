@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from boleinfer import device, whole
 from boleinfer.device import Array, Fp8
 from boleinfer.ops.linear import gated_linear, linear, linear_pair
 from boleinfer.ops.norms import add_rms_norm, rms_norm
@@ -31,17 +34,39 @@ def normed(r: Residual) -> tuple[Array, Array]:
 
 def norm_linear(r: Residual, w: Array | Fp8, dtype: Any = None) -> tuple[Array, Array]:
     """linear(x, w, dtype) [R, Dout] and the sum."""
-    x, stream = normed(r)
-    return linear(x, w, dtype), stream
+    if (x := _in_one_launch(r, w)) is not None:
+        out = device.empty((len(r.stream), len(w)), r.stream.dtype if dtype is None else dtype)
+        whole.product(x, w, out)
+        return out, x.sum
+    y, stream = normed(r)
+    return linear(y, w, dtype), stream
 
 
 def norm_gated_linear(r: Residual, w: Array | Fp8) -> tuple[Array, Array]:
     """gated_linear(x, w) [R, F] and the sum."""
-    x, stream = normed(r)
-    return gated_linear(x, w), stream
+    if (x := _in_one_launch(r, w)) is not None:
+        out = device.empty((len(r.stream), len(w) // 2), r.stream.dtype)
+        whole.product(x, w, out, gated=True)
+        return out, x.sum
+    y, stream = normed(r)
+    return gated_linear(y, w), stream
 
 
 def norm_linear_pair(r: Residual, w: Array | Fp8, more: Array | Fp8) -> tuple[tuple[Array, Array], Array]:
     """linear_pair(x, w, more) and the sum."""
-    x, stream = normed(r)
-    return linear_pair(x, w, more), stream
+    if (x := _in_one_launch(r, w, more)) is not None:
+        R = len(r.stream)
+        out, second = device.empty((R, len(w)), r.stream.dtype), device.empty((R, len(more)), np.float32)
+        whole.product(x, w, out, w_more=more, more=second)
+        return (out, second), x.sum
+    y, stream = normed(r)
+    return linear_pair(y, w, more), stream
+
+
+def _in_one_launch(r: Residual, *matrices: Array | Fp8) -> whole.Norm | None:
+    """What whole.product makes x of, where it is quicker than two launches; the same bits."""
+    R, D = r.stream.shape
+    bf16 = device.on_gpu(r.stream) and all(not isinstance(w, Fp8) and device.c_type(w) == "bf16" for w in matrices)
+    if r.added is None or not bf16 or R != 1 or D > whole.MOST_NORMED or not whole.takes(R, D):
+        return None
+    return whole.Norm(r.stream, r.added, r.norm, r.eps, device.empty((R, D), r.stream.dtype))

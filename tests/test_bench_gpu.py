@@ -120,7 +120,7 @@ def test_decode(pretend, tmp_path, capsys):
         assert row["same_tokens"] and row["same_logits"] and row["captured"]
         assert row["share"] == pytest.approx(row["floor_ms"] / row["ms"]) and row["prefill_tokens_per_s"] > 0
         assert row["context"] == pytest.approx(20 + 1 + 2, abs=2)
-        assert row["launches"] > 30
+        assert row["launches"] > 20
     assert "| tiny | 1 |" in capsys.readouterr().out
 
 

@@ -26,6 +26,7 @@ WEIGHTS = {
     "linear_hopper.cu": {"scale"},
     "linear_rows.cu": {"w", "scale"},
     "linear_tiles.cu": {"w", "scale"},
+    "linear_whole.cu": {"gain"},
     "moe_experts.cu": {"weights", "scale", "shared", "shared_scale"},
     "moe_few.cu": {"gate_up", "up_scale", "down", "down_scale", "shared_up", "shared_up_scale", "shared_down"}
     | {"shared_down_scale"},

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from boleinfer import device, hopper, kernels
+from boleinfer import device, hopper, kernels, whole
 from boleinfer.device import Array, Fp8
 from boleinfer.ops import Case, sigmoid, silu
 
@@ -92,7 +92,10 @@ def linear_pair(x: Array, w: Array | Fp8, more: Array | Fp8) -> tuple[Array, Arr
         return linear(x, w), linear(x, more, np.float32)
     assert not isinstance(w, Fp8) and not isinstance(more, Fp8)
     out, second = device.empty((R, len(w)), x.dtype), device.empty((R, len(more)), np.float32)
-    hopper.product(x, w, None, out, w_more=more, more=second)
+    if whole.takes(R, Din):
+        whole.product(x, w, out, w_more=more, more=second)
+    else:
+        hopper.product(x, w, None, out, w_more=more, more=second)
     return out, second
 
 
@@ -202,7 +205,10 @@ def _linear_gpu(x: Array, w: Array | Fp8, dtype: Any, gated: bool = False) -> Ar
 
 
 def _on_hopper(x: Array, bits: Array, scale: Array | None, out: Array, **more: Any) -> None:
-    """hopper.product, of FP8 w with x split."""
+    """hopper.product, of FP8 w with x split; few rows of bf16 w by whole.product, which gives the same bits."""
+    if scale is None and not more.keys() - {"gated"} and whole.takes(*x.shape):
+        whole.product(x, bits, out, **more)
+        return
     x, inverse = (x, None) if scale is None else split_rows(x)
     hopper.product(x, bits, scale, out, inverse=inverse, **more)
 

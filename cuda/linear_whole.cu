@@ -1,0 +1,249 @@
+// x w^T for up to 8 rows of bf16, all of k in one block (sm_90a); or of its halves silu(gate) * up; or of two matrices,
+// the second result in float. Normed: of one row, x = the norm of the residual stream and what is added to it. Definitions:
+// linear, gated_linear, linear_pair in boleinfer/ops/linear.py, and with the norm in residual.py. Sums in float32, in the
+// order of ranges.cuh; Gated rounds them to Out before it goes on, as linear does.
+//
+// A tile is `Features` features of out, of gate and of up when Gated. A warp owns a range of k. Its chunks of w come, `Run`
+// at a time, into places of its own, filled before x is there; x is kept whole. So warps wait for one another only where x
+// is normed and where a tile's sums meet, and little is left to do behind the wait for the kernel before: in small models
+// that is most of a product's time. No more than `AtOnce` of a warp's places are on their way before x is: it comes through
+// the same queues.
+//
+// grid: one block a multiprocessor, at most; a block takes every gridDim.x-th tile, only one where Places is 0: then there
+// is a place for all its w. block: 256 threads. shared: 1 KB + the places, 1 KB * Run * rows of w in a tile each, of all
+// warps + 128 bytes * Rows for each chunk of k + what the kernel keeps behind it. Read twice: x, by every block (L2).
+//
+// arch: 90a
+// sizes: Out=bf16 Rows=1,8 Features=8,16,64 Run=1 Places=0 Normed=0 Gated=0 | Out=bf16 Rows=1,8 Features=24,32 Run=1 Places=3 Normed=0 Gated=1 | Out=bf16 Rows=1 Features=32 Run=1 Places=0 Normed=1 Gated=1 | Out=float Rows=1 Features=40 Run=4 Places=2 Normed=1 Gated=0
+#include "ranges.cuh"
+#include "tma.cuh"
+
+constexpr int THREADS = RANGES * WARP;
+constexpr int ROW_BYTES = 128, K = ROW_BYTES / sizeof(bf16);            // of a chunk
+constexpr int TALL = (1 + Gated) * Features, TILES = (TALL + 15) / 16;  // rows of w in a tile; 16 of them a product
+constexpr int CHUNK = TALL * ROW_BYTES, X_CHUNK = Rows * ROW_BYTES;     // bytes of w and of x
+constexpr int APART = 16 * TILES + 4;  // numbers from a row's sums to the next row's, not all in the same banks
+constexpr int MOST = Places ? Places : 8;
+static_assert(!Gated || Run == 1, "a chunk of gate and one of up lie together");
+
+// Asks for the runs of a warp's range, tile after tile, each into the next place.
+struct Asker {
+  const TensorMap<const bf16>&w, &w_more;
+  char* places;
+  Barrier* full;
+  int width, w_tiles, tiles, begin, own, tile;  // chunks of the range: own, from begin on
+  int chunk = 0, place = 0;
+
+  __device__ __forceinline__ void ask() {
+    if (tile >= tiles) return;
+    const bool of_more = tile >= w_tiles;
+    const int feature = (of_more ? tile - w_tiles : tile) * Features;
+    arrive_expecting(full[place], Run * CHUNK);
+#pragma unroll
+    for (int s = 0; s <= Gated; s++) {
+      char* const to = places + place * Run * CHUNK + s * (CHUNK / 2);
+      load_tile(to, of_more ? w_more : w, full[place], 0, feature + s * width, begin + chunk, ONCE);
+    }
+    if (++place == MOST) place = 0;
+    if ((chunk += Run) >= own) chunk = 0, tile += gridDim.x;
+  }
+};
+
+// x = the norm of stream + added in the bits of add_rms_norm (rms_norm.cu), all three of D numbers; block 0 writes the sum.
+// gain: in shared memory, perhaps on its way; squares: room for 32 numbers.
+__device__ __forceinline__ void norm(
+    const bf16* stream, const bf16* added, bf16* sum, const float* gain, float eps, int D, bf16* x, float* squares) {
+  using Two = __nv_bfloat162;
+  const int lane = threadIdx.x % WARP, groups = D / 8, waves = (groups + WARP - 1) / WARP;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < waves * WARP; i += THREADS) {
+    float square = 0.0f;
+    if (i < groups) {
+      auto h = load<4>(reinterpret_cast<const Two*>(stream) + 4 * i);
+      const auto more = load<4>(reinterpret_cast<const Two*>(added) + 4 * i);
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const float2 a = __bfloat1622float2(h.v[j]), b = __bfloat1622float2(more.v[j]);
+        h.v[j] = __floats2bfloat162_rn(a.x + b.x, a.y + b.y);
+        const float2 rounded = __bfloat1622float2(h.v[j]);
+        square = fmaf(rounded.y, rounded.y, fmaf(rounded.x, rounded.x, square));
+      }
+      if (blockIdx.x == 0) store(reinterpret_cast<Two*>(sum) + 4 * i, h);
+      store(reinterpret_cast<Two*>(x) + 4 * i, h);
+    }
+    square = warp_sum(square);
+    if (lane == 0) squares[i / WARP] = square;
+  }
+  cp_async_wait<0>();
+  __syncthreads();
+  const float scale = 1.0f / sqrtf(warp_sum(lane < waves ? squares[lane] : 0.0f) / D + eps);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < groups; i += THREADS) {
+    auto h = load<8>(x + 8 * i);
+    const auto delta = load<8>(gain + 8 * i);
+#pragma unroll
+    for (int j = 0; j < 8; j++) h.v[j] = from_float<bf16>(to_float(h.v[j]) * scale * (1.0f + delta.v[j]));
+    store(x + 8 * i, h);
+  }
+  __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, TILES <= 4 ? 2 : 1) linear_whole(
+    const __grid_constant__ TensorMap<const bf16> w,       // [Din / 64, Dout, 64] strides [64, Din, 1] box [Run, Features]
+    const __grid_constant__ TensorMap<const bf16> w_more,  // [Din / 64, More, 64] strides [64, Din, 1] box [Run, Features] or null
+    const bf16* x,                   // [R, Din] strides [Ldx, 1] aligned 16; the residual stream when Normed
+    const bf16* added,               // [R, Din] aligned 16 or null; what is added to the stream
+    bf16* sum,                       // [R, Din] aligned 16 or null; the stream with it
+    const float* __restrict__ gain,  // [Din] aligned 16 or null; of the norm, a delta to 1
+    Out* out,                        // [R, Dout / (1 + Gated)]
+    float* more,                     // [R, More] or null; x w_more^T
+    float eps,
+    int R,
+    int Ldx,
+    int Din,
+    int Dout,
+    int More,
+    int AtOnce)
+{
+  extern __shared__ uint4 dynamic[];
+  __shared__ Barrier full[RANGES][MOST];
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const int chunks = Din / K, begin = range_start(warp, chunks), own = range_start(warp + 1, chunks) - begin;
+  const int width = Dout / (1 + Gated), w_tiles = (width + Features - 1) / Features;
+  const int tiles = w_tiles + (More + Features - 1) / Features;
+  const int longest = (chunks + RANGES - 1) / RANGES, places = Places ? Places : (longest + Run - 1) / Run;
+  char* const all = reinterpret_cast<char*>(dynamic) + -(unsigned long long)dynamic % 1024;
+  char* const ws = all + warp * places * Run * CHUNK;
+  char* const x_all = all + RANGES * places * Run * CHUNK;
+  char* const xs = x_all + begin * X_CHUNK;
+  float* const behind = reinterpret_cast<float*>(x_all + chunks * X_CHUNK);  // sums of squares, gain; then sums of a ring
+  // a warp's sums, [Rows][APART], where its w was if no more w comes there
+  float* const sums = Places ? behind : reinterpret_cast<float*>(all);
+  const int sums_apart = Places ? Rows * APART : places * Run * CHUNK / 4;
+  Asker asker{w, w_more, ws, full[warp], width, w_tiles, own ? tiles : 0, begin, own, (int)blockIdx.x};
+
+  if (lane == 0) {
+    prefetch_map(w);
+#pragma unroll 1
+    for (int i = 0; i < places; i++) make_barrier(full[warp][i], 1);
+    barriers_made();
+#pragma unroll 1
+    for (int i = 0; i < places && asker.tile < asker.tiles; i++) {
+      if (i >= AtOnce) wait(full[warp][i - AtOnce], 0);
+      asker.ask();
+    }
+  }
+  if constexpr (Normed) {
+#pragma unroll 1
+    for (int i = 4 * threadIdx.x; i < Din; i += 4 * THREADS) cp_async16(behind + WARP + i, gain + i, true);
+    cp_async_commit();
+  }
+  // where a lane's words lie: of w for each product of a chunk, the last eight rows standing for sixteen; of x for two
+  int w_at[4], x_at[2];
+  const int half = TALL % 16 ? lane / 8 % 2 * 8 * ROW_BYTES : 0, x_row = Rows == 8 ? lane % 8 : 0;
+#pragma unroll
+  for (int s = 0; s < 4; s++) w_at[s] = lane % 16 * ROW_BYTES + (2 * s + lane / 16 ^ lane % 8) * 16;
+#pragma unroll
+  for (int h = 0; h < 2; h++) x_at[h] = x_row * ROW_BYTES + (4 * h + lane / 8 ^ x_row) * 16;
+  __syncwarp();
+  after_previous();
+  if constexpr (Normed) {
+    norm(x, added, sum, behind + WARP, eps, Din, reinterpret_cast<bf16*>(x_all), behind);
+  } else if constexpr (Rows == 1) {
+    const bf16* const from = x + begin * K;
+#pragma unroll 1
+    for (int i = lane; i < 8 * own; i += WARP) cp_async16(xs + 16 * i, from + 8 * i, true);
+  } else {
+    const int row = lane / 8, word = lane % 8;
+    const bf16* from = x + (long long)row * Ldx + begin * K + word * 8;
+#pragma unroll 1
+    for (int i = 0; i < own; i++, from += K) {
+      char* const to = xs + i * X_CHUNK + row * ROW_BYTES;
+      cp_async16(to + (word ^ row) * 16, from, row < R);
+      cp_async16(to + 4 * ROW_BYTES + (word ^ row + 4) * 16, from + 4ll * Ldx, row + 4 < R);
+    }
+  }
+  cp_async_commit();
+
+  // the next chunk of w, for its four products
+  unsigned a[4][TILES][4];
+  int to_come = own * ((tiles - 1 - (int)blockIdx.x) / (int)gridDim.x + 1), chunk = 0, place = 0, parity = 0;
+  const char* from = ws;
+  const auto load_w = [&] {
+    if (to_come-- <= 0) return;
+    if (chunk % Run == 0) wait(full[warp][place], parity);
+#pragma unroll
+    for (int s = 0; s < 4; s++) {
+#pragma unroll
+      for (int t = 0; t < TILES; t++) {
+        ldmatrix_x4(a[s][t], from + w_at[s] - (t == TILES - 1 ? half : 0) + t * 16 * ROW_BYTES);
+      }
+    }
+    from += CHUNK;
+    if (++chunk == own || chunk % Run == 0) {
+      if (chunk == own) chunk = 0;
+      if (++place == places) place = 0, parity ^= 1;
+      from = ws + place * Run * CHUNK;
+    }
+  };
+  load_w();
+  cp_async_wait<0>();
+  __syncwarp();
+
+#pragma unroll 1
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    float own_sum[TILES][4] = {};
+    const char* x_from = xs;
+#pragma unroll 1
+    for (int i = 0; i < own; i++, x_from += X_CHUNK) {
+      unsigned b[2][4];
+#pragma unroll
+      for (int h = 0; h < 2; h++) ldmatrix_x4(b[h], x_from + x_at[h]);
+#pragma unroll
+      for (int s = 0; s < 4; s++) {
+        const unsigned two[2] = {b[s / 2][s % 2 * 2], b[s / 2][s % 2 * 2 + 1]};
+#pragma unroll
+        for (int t = 0; t < TILES; t++) mma_m16n8k16(own_sum[t], a[s][t], two);
+      }
+      if (Places && (i % Run == Run - 1 || i == own - 1)) {
+        __syncwarp();  // all lanes have read the place
+        if (lane == 0) asker.ask();
+      }
+      load_w();
+    }
+
+    // the ranges' sums in order, starting from zero
+    if (Places && tile != blockIdx.x) __syncthreads();  // those of the tile before have been read
+    float* const mine = sums + warp * sums_apart + lane / 4 + (Rows == 8 ? lane % 4 * 2 * APART : 0);
+    if (Rows == 8 || lane % 4 == 0) {
+#pragma unroll
+      for (int t = 0; t < TILES; t++) {
+#pragma unroll
+        for (int i = 0; i < 4; i += Rows == 8 ? 1 : 2) mine[i % 2 * APART + 16 * t + i / 2 * 8] = own_sum[t][i];
+      }
+    }
+    __syncthreads();
+    const auto total = [&](const float* of) {
+      float y = 0.0f;
+#pragma unroll
+      for (int r = 0; r < RANGES; r++) y += of[r * sums_apart];
+      return y;
+    };
+    const bool of_more = tile >= w_tiles;
+    const int first = (of_more ? tile - w_tiles : tile) * Features, end = of_more ? More : width;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < Features * (Rows == 8 ? R : 1); i += THREADS) {
+      const int row = Rows == 8 ? i / Features : 0, n = i - row * Features, feature = first + n;
+      if (feature >= end) continue;
+      const float y = total(sums + row * APART + n);
+      if (of_more) {
+        more[row * More + feature] = y;
+      } else if constexpr (Gated) {
+        const Out gate = from_float<Out>(y), up = from_float<Out>(total(sums + row * APART + n + Features));
+        out[row * width + feature] = from_float<Out>(silu(to_float(gate)) * to_float(up));
+      } else {
+        out[row * width + feature] = from_float<Out>(y);
+      }
+    }
+  }
+}
