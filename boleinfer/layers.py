@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from boleinfer.attention_core import attention_core
 from boleinfer.config import ModelConfig
 from boleinfer.device import Array, Fp8
 from boleinfer.gdn_core import gdn_core
+from boleinfer.moe_core import moe_core
 from boleinfer.ops.attention_inputs import attention_inputs
-from boleinfer.ops.linear import gated_linear, linear
-from boleinfer.ops.moe import Shared, add_shared, joins, moe
-from boleinfer.residual import Residual, norm_gated_linear, norm_linear, norm_linear_pair, normed
+from boleinfer.ops.linear import linear
+from boleinfer.ops.moe import Shared
+from boleinfer.residual import Residual, norm_gated_linear, norm_linear, norm_linear_pair
 from boleinfer.state import Batch, Factors, GDNLayer, KVLayer
 
 Weights = Mapping[str, Any]  # arrays, and on the GPU FP8 matrices
@@ -79,15 +78,9 @@ def dense_ffn(r: Residual, w: Weights, c: ModelConfig) -> tuple[Array, Array]:
 
 def moe_ffn(r: Residual, w: Weights, c: ModelConfig) -> tuple[Array, Array]:
     """The chosen experts' weighted sum plus the shared expert, itself gated."""
-    x, stream = normed(r)
     experts = w["experts.gate_up_proj"], w["experts.down_proj"]
     shared = Shared(w["shared_expert_gate"], w["shared_expert.gate_up_proj"], w["shared_expert.down_proj"])
-    chosen = c.num_experts_per_tok, c.norm_topk_prob
-    if joins(x, *experts, shared):
-        return moe(x, w["gate"], *experts, *chosen, shared), stream
-    routed = moe(x, w["gate"], *experts, *chosen)
-    own = linear(x, shared.gate, np.float32), linear(gated_linear(x, shared.gate_up), shared.down)
-    return add_shared(routed, *own), stream
+    return moe_core(r, w["gate"], *experts, c.num_experts_per_tok, c.norm_topk_prob, shared)
 
 
 def _features_from(w: Array | Fp8, first: int) -> Array | Fp8:

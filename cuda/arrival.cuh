@@ -1,4 +1,4 @@
-// Several blocks share a task, and the one that is done last ends it, in the same launch.
+// Several blocks share a task, in the same launch: the one that is done last ends it, or they read what others write.
 #pragma once
 
 #include "common.cuh"
@@ -45,4 +45,18 @@ __device__ __forceinline__ int arrives_among_last(int* counter, int blocks, int 
   }
   __syncthreads();
   return rank;
+}
+
+// Four words that other blocks may be writing, each as it was or as it is written.
+__device__ __forceinline__ uint4 read_live(const void* p) {
+#ifdef EMULATED
+  return *static_cast<const uint4*>(p);
+#else
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(__cvta_generic_to_global(p))
+               : "memory");
+  return v;
+#endif
 }

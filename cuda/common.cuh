@@ -173,6 +173,21 @@ __device__ __forceinline__ float block_reduce(float x) {
   return warp_reduce<Op>(lane < blockDim.x / WARP ? part[lane] : Op::neutral());
 }
 
+// For lane l the sum over a full warp of sum[l N / 32], in the order of warp_reduce. Changes sum.
+template <int LANES = WARP, int N>
+__device__ __forceinline__ float transposed_sum(float (&sum)[N]) {
+  constexpr int FAR = LANES / 2, HALF = N * FAR / WARP;  // FAR: the lane that many away has the other half
+  const bool upper = threadIdx.x & FAR;
+  if constexpr (HALF == 0) sum[0] += __shfl_xor_sync(ALL_LANES, sum[0], FAR);
+#pragma unroll
+  for (int i = 0; i < HALF; i++) {
+    const float low = sum[i], high = sum[i + HALF];
+    sum[i] = (upper ? high : low) + __shfl_xor_sync(ALL_LANES, upper ? low : high, FAR);
+  }
+  if constexpr (FAR > 1) transposed_sum<FAR>(sum);
+  return sum[0];
+}
+
 __device__ __forceinline__ float warp_sum(float x) { return warp_reduce<Sum>(x); }
 __device__ __forceinline__ float warp_max(float x) { return warp_reduce<Max>(x); }
 __device__ __forceinline__ float block_sum(float x) { return block_reduce<Sum>(x); }

@@ -9,10 +9,10 @@
 
 constexpr int MOST_EXPERTS = 512, MOST_CHOSEN = 32, FEW_ROWS = 8;
 
-// Larger float <-> larger unsigned; 0 belongs to no number but NaN.
+// Larger float <-> larger unsigned; 0 belongs to none, and all ones to NaN.
 __device__ __forceinline__ unsigned ordered(float x) {
   const unsigned bits = __float_as_uint(x + 0.0f);  // -0 is 0
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
+  return x != x ? ~0u : bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 __device__ __forceinline__ float unordered(unsigned u) { return __uint_as_float(u >> 31 ? u & 0x7fffffffu : ~u); }
 
@@ -22,20 +22,11 @@ struct Choice {
   int expert;
 };
 
-// A row's choice number `lane`, by a warp whose lane l has the experts l, l + 32, .. E <= 32 PER_LANE.
+// A row's choice number `lane`, by a warp whose lane l has the PER_LANE experts from l PER_LANE on. key: their scores,
+// ordered; 0 behind the last expert. Changes key.
 template <int PER_LANE>
-__device__ Choice choose(const float* logits, int E, int A, bool norm_topk) {
+__device__ Choice choose(unsigned (&key)[PER_LANE], int A, bool norm_topk) {
   const int lane = threadIdx.x % WARP;
-  unsigned key[PER_LANE];
-  bool broken = false;
-#pragma unroll
-  for (int i = 0; i < PER_LANE; i++) {
-    const int e = i * WARP + lane;
-    const float logit = e < E ? __ldcg(logits + e) : 0.0f;
-    key[i] = e < E ? ordered(logit) : 0;
-    broken |= logit != logit;
-  }
-  if (__any_sync(ALL_LANES, broken)) return {nan(), lane};
   const auto largest = [&] {
     unsigned most[PER_LANE];
 #pragma unroll
@@ -45,34 +36,37 @@ __device__ Choice choose(const float* logits, int E, int A, bool norm_topk) {
 #pragma unroll
       for (int i = 0; i < PER_LANE; i += 2 * d) most[i] = max(most[i], most[i + d]);
     }
-    return __reduce_max_sync(ALL_LANES, most[0]);
+    return most[0];
   };
+  unsigned mine = largest();
+  const unsigned most = __reduce_max_sync(ALL_LANES, mine);
+  if (most == ~0u) return {nan(), lane};
   float sum = 0.0f;
   if (!norm_topk) {
-    const float most = unordered(largest());
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) {
-      if (i * WARP + lane < E) sum += expf(unordered(key[i]) - most);
-    }
+    for (int i = 0; i < PER_LANE; i++) sum += key[i] ? expf(unordered(key[i]) - unordered(most)) : 0.0f;
     sum = warp_sum(sum);
   }
 
   // the largest that is left, A times; of equal ones the lowest expert
   Choice own = {0.0f, 0};
   unsigned score = 0;
+#pragma unroll 1
   for (int a = 0; a < A; a++) {
-    const unsigned best = largest();
-    unsigned equal = 0;
+    const unsigned best = __reduce_max_sync(ALL_LANES, mine);
+    const int owner = __ffs(__ballot_sync(ALL_LANES, mine == best)) - 1;
+    int at = 0;
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) equal |= unsigned(key[i] == best) << i;
-    const int expert = __reduce_min_sync(ALL_LANES, equal ? (__ffs(equal) - 1) * WARP + lane : MOST_EXPERTS);
+    for (int i = PER_LANE - 1; i >= 0; i--) at = key[i] == best ? i : at;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) key[i] = lane == owner && i == at ? 0 : key[i];
+    mine = largest();
+    const int expert = __shfl_sync(ALL_LANES, lane * PER_LANE + at, owner);
     if (lane == a) own.expert = expert, score = best;
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i++) key[i] = expert == i * WARP + lane ? 0 : key[i];
   }
-  const float most = unordered(__shfl_sync(ALL_LANES, score, 0)), mine = lane < A ? expf(unordered(score) - most) : 0.0f;
-  if (norm_topk) sum = warp_sum(mine);
-  own.weight = mine / sum;
+  const float share = lane < A ? expf(unordered(score) - unordered(most)) : 0.0f;
+  if (norm_topk) sum = warp_sum(share);
+  own.weight = share / sum;
   return own;
 }
 
@@ -92,12 +86,14 @@ struct Choices {
     for (int i = threadIdx.x; i < EACH * THREADS / 4; i += THREADS) reinterpret_cast<unsigned*>(chosen_by)[i] = 0;
   }
 
-  // All threads together; behind it, they may read.
-  template <int PER_LANE>
-  __device__ void make(const float* logits, int R, int E, int A, bool norm_topk) {
+  // All threads together; behind it, they may read. keys(r, key): the lane's part of row r's, for choose.
+  template <int PER_LANE, class Keys>
+  __device__ void make(Keys keys, int R, int A, bool norm_topk) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     for (int r = warp; r < R; r += WARPS) {
-      const Choice own = choose<PER_LANE>(logits + r * E, E, A, norm_topk);
+      unsigned key[PER_LANE];
+      keys(r, key);
+      const Choice own = choose<PER_LANE>(key, A, norm_topk);
       if (lane >= A) continue;
       weight[r * A + lane] = own.weight, expert[r * A + lane] = own.expert;
       unsigned* const four = reinterpret_cast<unsigned*>(chosen_by) + own.expert / 4;

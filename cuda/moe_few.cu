@@ -1,162 +1,66 @@
-// moe for up to 8 rows, from the router's scores on: out = the sum over a row's experts, by rising index, of weight *
-// down (silu(gate x) * up x), and then sigmoid(gate) times the shared expert's; bf16 x, bf16 or FP8 weights. Definition:
-// boleinfer/ops/moe.py. Sums in float32; hidden is rounded to bf16.
+// A mixture of experts for up to 8 rows, from the residual stream on: h = stream + added, x = rms_norm(h), the router's
+// scores, each row's choice, and out = the sum over its experts, by rising index, of weight * down (silu(gate x) * up x),
+// and then sigmoid(score) times the shared expert's; bf16 h and x, bf16 or FP8 weights. Definitions: add_rms_norm in
+// boleinfer/ops/norms.py, route and moe in boleinfer/ops/moe.py. Sums in float32; hidden is rounded to bf16.
 //
-// grid: at most one block a multiprocessor, all there at once: they wait for one another between the two products. That
-// they all come: each finds room on an empty multiprocessor; kernels before this one end without it, and give theirs back;
-// blocks of the next one start when every block here has passed after_previous(), so they take nobody's room; and a stream
-// has the device to itself, since two such kernels side by side could each hold what the other waits for.
-// block: Places warps. Each has a place in shared memory for a unit's weights: it asks for whole rows of them, waits, multiplies,
-// and asks for its next unit. A unit is first two features of an expert, with their rows of gate and of up, for any warp
-// that is free (multiprocessors read at different speeds), and then 16 numbers of an expert's out, of which a block has
-// all experts. So memory is busy all the time: the shared expert's weights are under way before x and the scores are
-// there, and those of the second product while blocks wait. Rows of x that did not choose an expert are multiplied with
-// it all the same. Every block chooses by itself.
-// shared: 8 rows of x, Places places; 4 KB.
-// Read twice: x, scores and hidden, by every block (L2).
+// grid: at most one block a multiprocessor, all there at once: they wait for one another's scores, and between the two
+// products. That they all come: each finds room on an empty multiprocessor; kernels before this one end without it, and
+// give theirs back; blocks of the next one start when every block here has passed after_previous(), so they take nobody's
+// room; and a stream has the device to itself, since two such kernels side by side could each hold what the other waits for.
+// block: Places warps. All blocks make x and choose; each makes the scores of some experts. Then a warp has a place in
+// shared memory for a unit's weights: it asks for them, a run or two of rows, waits, multiplies, and asks for its next unit.
+// A unit is first two features of an expert, with their rows of gate and of up, from the third of a warp on for any warp
+// that is free (multiprocessors read at different speeds), and then 16 numbers of an expert's out, of which a block has all
+// experts. So memory is busy all the time: the shared expert's weights and the router are under way before h is there, and
+// those of the second product while others still make hidden. Rows of x that did not choose an expert are multiplied with
+// it all the same.
+// shared: 8 rows of x, Places places; 8 KB.
+// Read twice: stream, added, scores and hidden, by every block (L2).
 //
-// It is long, since two launches would have to share the shared memory that keeps the stream of weights whole.
+// Nobody waits for a count of blocks: scores are 0 until they are there, and hidden is NOT_THERE, which a block that shows
+// a score has written to its part of it before.
 //
-// The order of sums is that of moe_experts.cu: chunks of k (linear.cuh) c, c + 4, c + 8, ... in turn, for c = 0 .. 3, and
-// then these four, so a row has the same bits with more rows.
+// It is long, since several launches would have to share the shared memory that keeps the stream of weights whole.
+//
+// Sums are in the order of rms_norm.cu, moe_router.cu and moe_experts.cu, so a row has the same bits with more rows.
 //
 // arch: 90, 100, 120
-// sizes: Wt=bf16 PerLane=8 Places=10 | Wt=fp8 PerLane=16 Places=11
+// sizes: Wt=bf16 PerLane=8 Places=10 | Wt=fp8 PerLane=16 Places=12
+// spills: sm_90, bf16: one register, while 64 take what others write of hidden
 #include "bulk.cuh"
-#include "linear.cuh"
 #include "moe_choice.cuh"
+#include "moe_units.cuh"
 
 constexpr int THREADS = WARP * Places;
-constexpr int ITEM = sizeof(Wt);                        // bytes of a weight
-constexpr int W_PAD = 64, X_PAD = ITEM == 2 ? 64 : 16;  // bytes behind a row, so that lanes read from different banks
-constexpr int PRODUCTS = CHUNK / 16, PARTS = 4, STEP = PARTS * CHUNK;  // of a chunk; of k
-constexpr int HEIGHT = 16;                              // numbers of out in a unit
+constexpr int HEIGHT = 16;             // numbers of out in a unit
+constexpr int N = 8, SPAN = WARP * N;  // numbers of a row that a lane, and a warp, has at a time
+constexpr int MOST_SPANS = 32;         // in a row: of the 1024 threads that norm it elsewhere each has one group of numbers
+constexpr int ROUTED = 8;              // warps among which moe_router.cu shares a row
+constexpr int SCORES = PerLane / 4;    // experts that a block scores at a time: its share where there are 128 blocks
+constexpr int SUMS = FEW_ROWS * SCORES;
+constexpr int AT_ONCE = 4;  // rows of h that are under way together
+
+enum { TAKEN, LEFT, KEYS = 4 };  // counters: units that were taken, blocks that take no more; then the scores
 
 __device__ __forceinline__ int scales_of(int n) { return (n + SCALED - 1) / SCALED; }
 
-// The lane's part of a row's chunk of x, from the chunk's start, in bytes: 16 for products 0 and 1, 16 for 2 and 3.
-__device__ __forceinline__ int x_bytes(int half) {
-  return ITEM == 2 ? threadIdx.x % 4 * 16 + half * 64 : threadIdx.x % 4 * 32 + half * 16;
-}
-
-// The lane's part of a row's chunk of weights: two numbers, and two 8 k further in the product, for each product.
-struct Weights {
-  unsigned pair[PRODUCTS][2];
-
-  __device__ __forceinline__ explicit Weights(const char* chunk) {
-    const char* const own = chunk + threadIdx.x % 4 * 16;
-    if constexpr (ITEM == 2) {
-#pragma unroll
-      for (int half = 0; half < 2; half++) memcpy(pair[2 * half], __builtin_assume_aligned(own + 64 * half, 16), 16);
-    } else {
-      const uint4 all = *reinterpret_cast<const uint4*>(own);
-#pragma unroll
-      for (int i = 0; i < PRODUCTS; i++) widen(word(all, i), pair[i][0], pair[i][1]);
-    }
-  }
-};
-
-// sum[h], for h = 0 and 1: [x, and x one chunk further] [4 rows of weights, and these one chunk further]^T, over the chunks
-// 4 s + 2 h. x, w: the lane's rows g, and g % 4 one chunk further from g = 4 on. The lane has part 2 h of the rows of weights
-// 2 t and 2 t + 1 in the first two numbers for t < 2, and part 2 h + 1 of those four less in the next two for the others.
-// scales: of 128 k number `lane`, x of gate, y of up.
-__device__ __forceinline__ void multiply_two(float (&sum)[2][4], const char* x, const char* w, int K, float2 scales) {
-#pragma unroll 2
-  for (int s = 0; s < K / STEP; s++) {
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int pair = 2 * s + h;
-      uint4 near[2], far[2];
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const char* const at = x + pair * 2 * CHUNK * 2 + x_bytes(half);
-        near[half] = *reinterpret_cast<const uint4*>(at), far[half] = *reinterpret_cast<const uint4*>(at + CHUNK * 2);
-      }
-      const Weights weights(w + pair * 2 * CHUNK * ITEM);
-      float block[4] = {};
-#pragma unroll
-      for (int i = 0; i < PRODUCTS; i++) {
-        const int j = i % 2 * 2;
-        const unsigned a[4] = {word(near[i / 2], j), word(far[i / 2], j), word(near[i / 2], j + 1), word(far[i / 2], j + 1)};
-        mma_m16n8k16(ITEM == 2 ? sum[h] : block, a, weights.pair[i]);
-      }
-      if constexpr (ITEM == 1) {
-        const float gate = __shfl_sync(ALL_LANES, scales.x, pair), up = __shfl_sync(ALL_LANES, scales.y, pair);
-        const float factor = threadIdx.x % 2 ? up : gate;
-#pragma unroll
-        for (int j = 0; j < 4; j++) sum[h][j] = fmaf(factor, block[j], sum[h][j]);
-      }
-    }
-  }
-}
-
-// sum[c]: part c of [16 rows of weights] [x]^T. x: the lane's row g, in memory; w: its rows g and, `further`, g + 8.
-// here(): waits for the weights. scale: of 128 k number `lane`.
-template <class Here>
-__device__ __forceinline__ void multiply_tile(
-    float (&sum)[PARTS][4], const bf16* x, const char* w, int further, int K, float scale, Here here) {
-#pragma unroll 1
-  for (int s = 0; s < K / STEP; s++) {
-    uint4 xs[PARTS][2];
-#pragma unroll
-    for (int i = 0; i < PARTS * 2; i++) {
-      const bf16* const at = x + (s * PARTS + i / 2) * CHUNK + x_bytes(i % 2) / 2;
-      xs[i / 2][i % 2] = __ldcg(reinterpret_cast<const uint4*>(at));
-    }
-    if (s == 0) here();
-#pragma unroll
-    for (int c = 0; c < PARTS; c++) {
-      const int chunk = s * PARTS + c;
-      const Weights low(w + chunk * CHUNK * ITEM), high(w + further + chunk * CHUNK * ITEM);
-      float block[4] = {};
-#pragma unroll
-      for (int i = 0; i < PRODUCTS; i++) {
-        const unsigned a[4] = {low.pair[i][0], high.pair[i][0], low.pair[i][1], high.pair[i][1]};
-        const unsigned b[2] = {word(xs[c][i / 2], i % 2 * 2), word(xs[c][i / 2], i % 2 * 2 + 1)};
-        mma_m16n8k16(ITEM == 2 ? sum[c] : block, a, b);
-      }
-      if constexpr (ITEM == 1) {
-        const float factor = __shfl_sync(ALL_LANES, scale, chunk * CHUNK / SCALED);
-#pragma unroll
-        for (int j = 0; j < 4; j++) sum[c][j] = fmaf(factor, block[j], sum[c][j]);
-      }
-    }
-  }
-}
-
-enum { ARRIVED, LEFT, TAKEN, COUNTED };  // counters, 0 before and after: blocks that met, units that were taken
-
-// Waits until all blocks are here; what they wrote before can then be read, and nobody takes units any more.
-__device__ __forceinline__ void meet(int* counters) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    const int blocks = gridDim.x;
-    __threadfence();
-    atomicAdd(counters + ARRIVED, 1);
-    while (*reinterpret_cast<volatile int*>(counters + ARRIVED) < blocks) {
-    }
-    if (atomicAdd(counters + LEFT, 1) == blocks - 1) {
-      for (int i = 0; i < COUNTED; i++) counters[i] = 0;
-    }
-    __threadfence();
-  }
-  __syncthreads();
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
-    const bf16* x,                                // [R, D] aligned 16
+    const bf16* stream,                           // [R, D] aligned 16
+    const bf16* added,                            // [R, D] aligned 16
+    const float* __restrict__ norm,               // [D] aligned 16; the stored weight, a delta to 1
+    const bf16* __restrict__ router,              // [E, D] aligned 16
+    const bf16* __restrict__ shared_gate,         // [1, D] aligned 16; the shared expert's
     const Wt* __restrict__ gate_up,               // [E, 2*F, D] aligned 16; gate rows first
     const float* __restrict__ up_scale,           // [E, (2*F+127)/128, (D+127)/128] or null; of FP8 weights
     const Wt* __restrict__ down,                  // [E, D, F] aligned 16
     const float* __restrict__ down_scale,         // [E, (D+127)/128, (F+127)/128] or null
-    const Wt* __restrict__ shared_up,             // [2*F, D] aligned 16 or null; of the shared expert
+    const Wt* __restrict__ shared_up,             // [2*F, D] aligned 16; of the shared expert
     const float* __restrict__ shared_up_scale,    // [(2*F+127)/128, (D+127)/128] or null
-    const Wt* __restrict__ shared_down,           // [D, F] aligned 16 or null
+    const Wt* __restrict__ shared_down,           // [D, F] aligned 16
     const float* __restrict__ shared_down_scale,  // [(D+127)/128, (F+127)/128] or null
-    const float* logits,                          // [R, E]
-    const float* gate,                            // [R] or null; the shared expert's score
-    int* counters,                                // [Counters] 0 before and after
+    int* counters,                                // [4 + R*(E/4*4+4)] 0 before and after
     bf16* hidden,                                 // [Slots, R, F] aligned 16; slot s + 1, the shared expert's first
+    bf16* h,                                      // [R, D] aligned 16
     bf16* out,                                    // [R, D]
     int R,
     int E,
@@ -164,39 +68,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
     int D,
     int F,
     int Slots,
+    float eps,
     bool norm_topk)
 {
   extern __shared__ uint4 dynamic[];
-  __shared__ Barrier full[Places], x_full;
+  __shared__ Barrier full[Places];
   __shared__ Choices<THREADS> choices;
-  __shared__ float turn_weight[FEW_ROWS * MOST_CHOSEN];  // of a row's experts by rising index
+  __shared__ float squares[FEW_ROWS][MOST_SPANS], scale[FEW_ROWS], parts[ROUTED][SUMS];
+  __shared__ float turn_weight[FEW_ROWS * MOST_CHOSEN], shared_weight[FEW_ROWS];  // of a row's experts by rising index
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-  const int up_pitch = D * ITEM + W_PAD, down_pitch = F * ITEM + W_PAD, x_pitch = D * 2 + X_PAD;
+  const int up_bytes = D * ITEM, down_bytes = F * ITEM, x_pitch = D * 2 + X_PAD;
   char* const xs = reinterpret_cast<char*>(dynamic);
   float* const y = reinterpret_cast<float*>(dynamic);  // [R*A + R][HEIGHT], the shared expert's last; when x is done with
-  char* const place = xs + FEW_ROWS * max(x_pitch, (A + 1) * HEIGHT * 4) + warp * max(4 * up_pitch, HEIGHT * down_pitch);
+  char* const place = xs + FEW_ROWS * max(x_pitch, (A + 1) * HEIGHT * 4) + warp * max(4 * up_bytes, HEIGHT * down_bytes);
 
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < Places; i++) make_barrier(full[i], 1);
-    make_barrier(x_full, 1);
+  if (lane == 0) {
+    make_barrier(full[warp], 1);  // nobody else's
     barriers_made();
   }
-  choices.clear();
-  __syncthreads();
+  __syncwarp();
 
   // unit u of the first product is features f and f + 1 of slot u / each; 0 is the shared expert's, s + 1 that of of[s]
   const int each = F / 2, step = Places * gridDim.x;
-  int unit = warp * gridDim.x + blockIdx.x + (shared_up ? 0 : each);
+  int unit = warp * gridDim.x + blockIdx.x;
   float2 scales_next = make_float2(0.0f, 0.0f);  // of FP8, of 128 k number `lane`: x of gate or down, y of up
   const auto ask = [&](int u) {
     const int slot = u / each, f = u % each * 2;
     const long long e = slot ? choices.of[slot - 1] : 0;
     const Wt* matrix = slot ? gate_up + e * 2 * F * D : shared_up;
-    if (lane == 0) arrive_expecting(full[warp], 4 * D * ITEM);
-    __syncwarp();
-    if (lane < 4) {
-      const long long row = lane / 2 * F + f + lane % 2;
-      load_run(place + lane * up_pitch, matrix + row * D, D * ITEM, full[warp]);
+    if (lane == 0) {
+      arrive_expecting(full[warp], 4 * up_bytes);
+      load_run(place, matrix + (long long)f * D, 2 * up_bytes, full[warp]);
+      load_run(place + 2 * up_bytes, matrix + (long long)(F + f) * D, 2 * up_bytes, full[warp]);
     }
     if (ITEM == 1 && lane < scales_of(D)) {
       const float* all = slot ? up_scale + e * scales_of(2 * F) * scales_of(D) : shared_up_scale;
@@ -206,39 +109,161 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
   };
   const bool early = unit < each;
   if (early) ask(unit);
+
+  // a lane's numbers of a span of k, of the router's rows first, first + gridDim.x, ..; row E is the shared expert's
+  const int spans = D / SPAN;
+  Pack<bf16, N> w[SCORES] = {};
+  const auto load_router = [&](int first, int k) {
+#pragma unroll
+    for (int i = 0; i < SCORES; i++) {
+      const int e = first + i * (int)gridDim.x;
+      if (e <= E) w[i] = load<N>((e < E ? router + (long long)e * D : shared_gate) + k);
+    }
+  };
+  const int own_k = warp * SPAN + lane * N;
+  Pack<float, N> delta = {};
+  if (own_k < D) {
+    if (warp < ROUTED) load_router(blockIdx.x, own_k);
+    delta = load<N>(norm + own_k);
+  }
+  choices.clear();
   after_previous();
 
-  if (warp == Places - 1) {
-    if (lane == 0) arrive_expecting(x_full, R * D * 2);
-    __syncwarp();
-    if (lane < R) load_run(xs + lane * x_pitch, x + (long long)lane * D, D * 2, x_full);
+  // by blocks that show a score
+  const int empty = Slots * R * F / N, sharers = min((int)gridDim.x, E + 1);
+  const bool empties = blockIdx.x < sharers && (int)blockIdx.x * THREADS < empty;
+  if (empties) {
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < empty; i += sharers * THREADS) {
+      reinterpret_cast<uint4*>(hidden)[i] = make_uint4(NOT_THERE, NOT_THERE, NOT_THERE, NOT_THERE);
+    }
   }
-  choices.make<PerLane>(logits, R, E, A, norm_topk);
 
-  // unit v of the second product is numbers d0 .. d0 + 15 of slot v % slots + begin, for all slots, then 16 others
-  const int begin = shared_down ? 0 : 1, slots = choices.slots + 1 - begin, tiles = (D + HEIGHT - 1) / HEIGHT;
-  const int own_tiles = (tiles - 1 - (int)blockIdx.x + (int)gridDim.x) / (int)gridDim.x;
+  // h = stream + added, and its squares
+  const auto x_at = [&](int r, int k) { return reinterpret_cast<bf16*>(xs + r * x_pitch) + k; };
+  for (int s = warp; s < spans; s += Places) {
+    const int k = s * SPAN + lane * N;
+    float square[FEW_ROWS] = {};
+#pragma unroll
+    for (int r0 = 0; r0 < FEW_ROWS; r0 += AT_ONCE) {
+      if (r0 >= R) break;
+      Pack<bf16, N> sum[AT_ONCE], more[AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) {
+        const int at = (r0 + i) * D + k;
+        if (r0 + i < R) sum[i] = load<N>(stream + at), more[i] = load<N>(added + at);
+      }
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) {
+        const int r = r0 + i;
+        if (r >= R) break;
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+          sum[i].v[j] = from_float<bf16>(to_float(sum[i].v[j]) + to_float(more[i].v[j]));
+          square[r] = fmaf(to_float(sum[i].v[j]), to_float(sum[i].v[j]), square[r]);
+        }
+        store<N>(x_at(r, k), sum[i]);
+        if (r % gridDim.x == blockIdx.x) store<N>(h + r * D + k, sum[i]);
+      }
+    }
+    const float total = transposed_sum(square);
+    if (lane % (WARP / FEW_ROWS) == 0) squares[lane / (WARP / FEW_ROWS)][s] = total;
+  }
+  __syncthreads();
+  for (int r = warp; r < R; r += Places) {
+    scale[r] = 1.0f / sqrtf(warp_sum(lane < spans ? squares[r][lane] : 0.0f) / D + eps);
+  }
+  __syncthreads();
+
+  // x = h / sqrt(mean h^2 + eps) * (1 + norm)
+  for (int s = warp; s < spans; s += Places) {
+    const int k = s * SPAN + lane * N;
+    if (s != warp) delta = load<N>(norm + k);
+#pragma unroll 1
+    for (int r = 0; r < R; r++) {
+      auto x = load<N>(x_at(r, k));
+#pragma unroll
+      for (int j = 0; j < N; j++) x.v[j] = from_float<bf16>(to_float(x.v[j]) * scale[r] * (1.0f + delta.v[j]));
+      store<N>(x_at(r, k), x);
+    }
+  }
+  if (spans > ROUTED) __syncthreads();  // else a warp reads what it wrote
+
+  // scores = x router^T; a warp has spans v, v + ROUTED, .. of the row
+  unsigned* const keys = reinterpret_cast<unsigned*>(counters) + KEYS;  // [R][pitch], ordered
+  const int pitch = E / 4 * 4 + 4;
+  for (int first = blockIdx.x; first <= E; first += SCORES * gridDim.x) {
+    for (int v = warp; v < min(ROUTED, spans); v += Places) {
+      float score[SUMS] = {};
+#pragma unroll 1
+      for (int k = v * SPAN + lane * N; k < D; k += ROUTED * SPAN) {
+        if (first != blockIdx.x || k != own_k) load_router(first, k);
+#pragma unroll
+        for (int r = 0; r < FEW_ROWS; r++) {
+          if (r >= R) break;
+          const auto x = load<N>(x_at(r, k));
+#pragma unroll
+          for (int i = 0; i < SCORES; i++) {
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+              score[r * SCORES + i] = fmaf(to_float(w[i].v[j]), to_float(x.v[j]), score[r * SCORES + i]);
+            }
+          }
+        }
+      }
+      const float part = transposed_sum(score);
+      if (lane % (WARP / SUMS) == 0) parts[v][lane / (WARP / SUMS)] = part;
+    }
+    __syncthreads();
+    const int r = threadIdx.x / SCORES, e = first + threadIdx.x % SCORES * (int)gridDim.x;
+    if (r < R && e <= E) {
+      float score = 0.0f;
+      for (int v = 0; v < min(ROUTED, spans); v++) score += parts[v][threadIdx.x];
+      if (empties) fence_device();
+      *static_cast<volatile unsigned*>(keys + r * pitch + e) = ordered(score);
+    }
+    if (first + SCORES * (int)gridDim.x <= E) __syncthreads();
+  }
+  choices.make<PerLane>(
+      [&](int r, unsigned (&key)[PerLane]) {
+        bool missing;
+        do {
+          missing = false;
+#pragma unroll
+          for (int i = 0; i < PerLane; i += 4) {
+            const int e = lane * PerLane + i;
+            const uint4 four = e < E ? read_live(keys + r * pitch + e) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+              key[i + j] = e + j < E ? word(four, j) : 0;
+              missing |= e + j < E && !key[i + j];
+            }
+          }
+        } while (__any_sync(ALL_LANES, missing));
+      },
+      R, A, norm_topk);
+
+  // unit v of the second product is numbers d0 .. d0 + 15 of slot v % slots, for all slots, then 16 others
+  const int slots = 1 + choices.slots, own_tiles = (D / HEIGHT - 1 - (int)blockIdx.x + (int)gridDim.x) / (int)gridDim.x;
   const auto ask_down = [&](int v) {
     if (v >= own_tiles * slots) return;
-    const int slot = v % slots + begin, d0 = (v / slots * gridDim.x + blockIdx.x) * HEIGHT, height = min(HEIGHT, D - d0);
+    const int slot = v % slots, d0 = (v / slots * gridDim.x + blockIdx.x) * HEIGHT;
     const long long e = slot ? choices.of[slot - 1] : 0;
     const Wt* matrix = slot ? down + e * D * F : shared_down;
-    if (lane == 0) arrive_expecting(full[warp], height * F * ITEM);
-    __syncwarp();
-    if (lane < height) load_run(place + lane * down_pitch, matrix + (long long)(d0 + lane) * F, F * ITEM, full[warp]);
+    if (lane == 0) {
+      arrive_expecting(full[warp], HEIGHT * down_bytes);
+      load_run(place, matrix + (long long)d0 * F, HEIGHT * down_bytes, full[warp]);
+    }
     if (ITEM == 1 && lane < scales_of(F)) {
       const float* all = slot ? down_scale + e * scales_of(D) * scales_of(F) : shared_down_scale;
       scales_next.x = all[d0 / SCALED * scales_of(F) + lane];
     }
   };
 
-  const int units = (1 + choices.slots) * each;
+  const int units = slots * each;
   if (!early) unit < units ? ask(unit) : ask_down(warp);
-  const auto take = [&] { return lane == 0 ? begin * each + step + atomicAdd(counters + TAKEN, 1) : 0; };
-  int parity = 0, next = unit < units ? take() : units;
-  wait(x_full, 0);
+  int parity = 0, next = unit + step;  // a warp has two units beforehand, and then whichever is left
   const char* const x_row = xs + min(g, R - 1) * x_pitch;
-  const char* const w_row = place + g % 4 * up_pitch + g / 4 * CHUNK * ITEM;
+  const char* const w_row = place + g % 4 * up_bytes + g / 4 * CHUNK * ITEM;
   for (; unit < units; parity ^= 1) {
     const float2 scales = scales_next;
     wait(full[warp], parity);
@@ -249,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
     unit = __shfl_sync(ALL_LANES, next, 0);
     if (unit < units) {
       ask(unit);
-      next = take();
+      if (lane == 0) next = 2 * step + atomicAdd(counters + TAKEN, 1);
     } else {
       ask_down(warp);
     }
@@ -272,6 +297,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
   }
   const auto rank_of = [&](int r, int e) {  // of expert e among those of row r
     int rank = 0;
+#pragma unroll 1
     for (int p = r * A; p < r * A + A; p++) rank += choices.expert[p] < e;
     return rank;
   };
@@ -279,18 +305,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
     const int r = p / A;
     turn_weight[r * A + rank_of(r, choices.expert[p])] = choices.weight[p];
   }
-  const int r = threadIdx.x / HEIGHT, j = threadIdx.x % HEIGHT;  // of out
-  const float part = shared_down && r < R ? sigmoid(gate[r]) : 0.0f;
-  meet(counters);
+  if (threadIdx.x < R) {
+    unsigned key;
+    do {
+      key = *static_cast<const volatile unsigned*>(keys + threadIdx.x * pitch + E);
+    } while (!key);
+    shared_weight[threadIdx.x] = sigmoid(unordered(key));
+  }
+  __syncthreads();
+  if (warp == Places - 1) {
+    const int before = __shfl_sync(ALL_LANES, lane == 0 ? atomicAdd(counters + LEFT, 1) : 0, 0);
+    if (before == (int)gridDim.x - 1) {
+      for (int i = lane; i < KEYS + R * pitch; i += WARP) counters[i] = 0;
+    }
+  }
 
+#pragma unroll 1
   for (int i = 0, v = warp; i < own_tiles; i++) {
+#pragma unroll 1
     for (; v < (i + 1) * slots; v += Places, parity ^= 1) {
-      const int slot = v % slots + begin, e = slot ? choices.of[slot - 1] : -1;
+      const int slot = v % slots, e = slot ? choices.of[slot - 1] : -1;
       const unsigned who = slot ? choices.chosen_by[e] : (1u << R) - 1;
       const int own = who >> g & 1 ? g : __ffs(who) - 1;  // what the others give is not used
       float sum[PARTS][4] = {};
       multiply_tile(
-          sum, hidden + ((long long)slot * R + own) * F, place + g * down_pitch, 8 * down_pitch, F, scales_next.x,
+          sum, hidden + ((long long)slot * R + own) * F, place + g * down_bytes, 8 * down_bytes, F, scales_next.x,
           [&] { wait(full[warp], parity); });
       __syncwarp();
       ask_down(v + Places);
@@ -304,13 +343,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
       }
     }
     __syncthreads();
-    const int d = (i * gridDim.x + blockIdx.x) * HEIGHT + j;
-    if (r < R && d < D) {
+    const int r = threadIdx.x / HEIGHT, j = threadIdx.x % HEIGHT;
+    if (r < R) {
       float sum = 0.0f;
 #pragma unroll 4
       for (int p = r * A; p < r * A + A; p++) sum = fmaf(turn_weight[p], y[p * HEIGHT + j], sum);
-      if (shared_down) sum = fmaf(part, y[(R * A + r) * HEIGHT + j], sum);
-      out[(long long)r * D + d] = from_float<bf16>(sum);
+      sum = fmaf(shared_weight[r], y[(R * A + r) * HEIGHT + j], sum);
+      out[r * D + (i * gridDim.x + blockIdx.x) * HEIGHT + j] = from_float<bf16>(sum);
     }
     __syncthreads();
   }

@@ -9,10 +9,21 @@
 // shared: top_k_group 4.2 KB. E <= 32 PerLane <= 512.
 // Read twice: logits, from L1; expert and weight once for every expert.
 //
-// sizes: PerLane=1,8,16
+// sizes: PerLane=8,16
 #include "moe_choice.cuh"
 
 constexpr int WARPS = 16;  // of top_k_group
+
+// A row's choice number `lane`, by a warp.
+__device__ Choice choose_from(const float* logits, int E, int A, bool norm_topk) {
+  unsigned key[PerLane];
+#pragma unroll
+  for (int i = 0; i < PerLane; i++) {
+    const int e = threadIdx.x % WARP * PerLane + i;
+    key[i] = e < E ? ordered(logits[e]) : 0;
+  }
+  return choose<PerLane>(key, A, norm_topk);
+}
 
 // Writes the places of expert e in rising order, by a warp. Returns their number.
 __device__ int collect(const float* weight, const int* expert, int* order, int P, int e) {
@@ -40,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(128, 4) top_k(
   after_previous();
   const long long row = (long long)blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
   if (row >= R) return;
-  const Choice own = choose<PerLane>(logits + row * E, E, A, norm_topk);
+  const Choice own = choose_from(logits + row * E, E, A, norm_topk);
   const int lane = threadIdx.x % WARP;
   if (lane < A) weight[row * A + lane] = own.weight, expert[row * A + lane] = own.expert;
 }
@@ -85,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) top_k_group(
   __shared__ int total[WARPS];
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, e = threadIdx.x, P = R * A;
   for (int r = warp; r < R; r += WARPS) {
-    const Choice own = choose<PerLane>(logits + (long long)r * E, E, A, norm_topk);
+    const Choice own = choose_from(logits + (long long)r * E, E, A, norm_topk);
     if (lane < A) weight[r * A + lane] = own.weight, expert[r * A + lane] = own.expert;
   }
   count[e] = 0;

@@ -12,21 +12,6 @@
 constexpr int THREADS = 256, WARPS = THREADS / WARP;
 constexpr int ROWS = 8, EXPERTS = 2, SUMS = ROWS * EXPERTS;
 
-// The sum over the warp of sum[l / 2], for lane l; an order of lanes that is the same for all of them.
-__device__ __forceinline__ float transposed_sum(float (&sum)[SUMS]) {
-  static_assert(SUMS * 2 == WARP);
-#pragma unroll
-  for (int half = SUMS / 2; half > 0; half /= 2) {
-    const bool upper = threadIdx.x & (2 * half);
-#pragma unroll
-    for (int i = 0; i < half; i++) {
-      const float kept = upper ? sum[i + half] : sum[i], given = upper ? sum[i] : sum[i + half];
-      sum[i] = kept + __shfl_xor_sync(ALL_LANES, given, 2 * half);
-    }
-  }
-  return sum[0] + __shfl_xor_sync(ALL_LANES, sum[0], 1);
-}
-
 // This thread's sums; waits for x.
 template <int N>
 __device__ __forceinline__ void products(

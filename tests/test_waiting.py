@@ -28,8 +28,8 @@ WEIGHTS = {
     "linear_tiles.cu": {"w", "scale"},
     "linear_whole.cu": {"gain"},
     "moe_experts.cu": {"weights", "scale", "shared", "shared_scale"},
-    "moe_few.cu": {"gate_up", "up_scale", "down", "down_scale", "shared_up", "shared_up_scale", "shared_down"}
-    | {"shared_down_scale"},
+    "moe_few.cu": {"norm", "router", "shared_gate", "gate_up", "up_scale", "down", "down_scale"}
+    | {"shared_up", "shared_up_scale", "shared_down", "shared_down_scale"},
     "moe_plain.cu": {"weights", "scale"},
     "moe_router.cu": {"router", "shared_gate"},
     "mtp_inputs.cu": {"table", "wa", "wb", "inv_freq"},

@@ -13,11 +13,7 @@ from boleinfer.ops import Case, sigmoid, silu
 
 MOST_EXPERTS, MOST_CHOSEN = 512, 32  # on the GPU
 PIECE = 2048  # rows that pass the experts together on the GPU: what lies between its kernels is float32 [PIECE*A, D]
-FEW_ROWS = 8  # up to which the GPU needs two launches
 SOME_ROWS = 128  # up to which the shared expert is one more of the experts there
-FEW = "moe_few.cu"
-LEAST_PLACES, MOST_PLACES, MOST_SCALED = 4, 11, 4096  # warps of a block; k of FP8 weights
-FEW_BYTES, BESIDE = 208 * 1024, 8 * 1024  # of shared memory: most that moe_few.cu takes, and what it leaves at least
 
 
 class Shared(NamedTuple):
@@ -118,22 +114,24 @@ class _Groups(NamedTuple):
     order: Array  # int32 [R*A]
 
 
-def _bits(w: Array | Fp8) -> Array:
+def bits(w: Array | Fp8) -> Array:
+    """The numbers of a matrix."""
     return w.bits if isinstance(w, Fp8) else w
 
 
-def _scale(w: Array | Fp8) -> Array | None:
+def scale(w: Array | Fp8) -> Array | None:
+    """The scales of an FP8 matrix."""
     return w.scale if isinstance(w, Fp8) else None
 
 
 def _alike(experts: Array | Fp8, shared: Array | Fp8) -> bool:
-    a, b = _bits(experts), _bits(shared)
+    a, b = bits(experts), bits(shared)
     return isinstance(experts, Fp8) == isinstance(shared, Fp8) and a.dtype == b.dtype and a.shape[1:] == b.shape
 
 
 def _tiled(x: Array, gate_up: Array | Fp8, down: Array | Fp8) -> bool:
     """Whether the kernels of matrix tiles can do it: types, and rows of whole 16-byte words."""
-    types, (D, F) = [device.c_type(_bits(w)) for w in (gate_up, down)], _bits(down).shape[1:]
+    types, (D, F) = [device.c_type(bits(w)) for w in (gate_up, down)], bits(down).shape[1:]
     same = types[0] == types[1] and types[0] in ("bf16", "fp8")
     return device.c_type(x) == "bf16" and same and (D | F) % (8 if types[0] == "bf16" else 16) == 0
 
@@ -152,17 +150,17 @@ def _scores(x: Array, router: Array, shared: Shared | None = None) -> tuple[Arra
     return logits, gate
 
 
-def _per_lane(E: int, A: int) -> int:
+def per_lane(E: int, A: int) -> int:
     """Experts of a lane. Raises KernelError where there are too many."""
     if not 0 < A <= min(E, MOST_CHOSEN) or E > MOST_EXPERTS:
         raise KernelError(
             f"moe: {A} of {E} experts were asked for; the kernels support up to {MOST_CHOSEN} of up to {MOST_EXPERTS}"
         )
-    return next(n for n in (1, 8, 16) if 32 * n >= E)
+    return next(n for n in (8, 16) if 32 * n >= E)
 
 
 def _route(x: Array, router: Array, A: int, norm_topk: bool) -> _Groups:
-    constants: dict[str, int | str] = {"PerLane": _per_lane(len(router), A)}
+    constants: dict[str, int | str] = {"PerLane": per_lane(len(router), A)}
     return _group(_scores(x, router)[0], A, norm_topk, constants)
 
 
@@ -200,14 +198,10 @@ def _moe(
     shared: Shared | None,
 ) -> Array:
     R, D = x.shape
-    constants: dict[str, int | str] = {"PerLane": _per_lane(len(router), A)}
+    constants: dict[str, int | str] = {"PerLane": per_lane(len(router), A)}
     if shared is not None and not joins(x, gate_up, down, shared):
         raise KernelError("moe: the shared expert is not like the others; ask joins, and add it with add_shared")
     out = device.empty(x.shape, x.dtype)
-    F, itemsize = _bits(down).shape[-1], _bits(down).itemsize
-    if 0 < R <= FEW_ROWS and _tiled(x, gate_up, down) and _few_places(D, F, A, itemsize):
-        _few(x, router, gate_up, down, shared, A, norm_topk, constants, out)
-        return out
     for r in range(0, R, PIECE):
         piece = x[r : r + PIECE]
         logits, gate = _scores(piece, router, shared)
@@ -219,56 +213,15 @@ def _moe(
     return out
 
 
-def _few(
-    x: Array,
-    router: Array,
-    gate_up: Array | Fp8,
-    down: Array | Fp8,
-    shared: Shared | None,
-    A: int,
-    norm_topk: bool,
-    constants: dict[str, int | str],
-    out: Array,
-) -> None:
-    """Two launches: the scores, and all that follows. Raises KernelError where _few_places is 0."""
-    (R, D), E, F, wt = x.shape, len(router), _bits(down).shape[-1], device.c_type(_bits(gate_up))
-    logits, gate = _scores(x, router, shared)
-    slots, places = 1 + min(E, R * A), _few_places(D, F, A, _bits(down).itemsize)
-    args = {"x": x, "gate_up": _bits(gate_up), "up_scale": _scale(gate_up), "down": _bits(down)}
-    args |= {"down_scale": _scale(down), "shared_up": shared and _bits(shared.gate_up)}
-    args |= {"shared_up_scale": shared and _scale(shared.gate_up), "shared_down": shared and _bits(shared.down)}
-    args |= {"shared_down_scale": shared and _scale(shared.down), "logits": logits, "gate": gate, "out": out}
-    args |= {"counters": device.counters(3), "hidden": device.empty((slots, R, F), x.dtype)}
-    args |= {"R": R, "E": E, "A": A, "D": D, "F": F, "Slots": slots, "norm_topk": norm_topk}
-    x_bytes, place = _few_bytes(D, F, A, _bits(down).itemsize)
-    nbytes, tile = x_bytes + places * place, {**constants, "Wt": wt, "Places": places}
-    kernels.launch(FEW, "few", device.blocks_together(), 32 * places, args, shared=nbytes, constants=tile)
-
-
-def _few_bytes(D: int, F: int, A: int, itemsize: int) -> tuple[int, int]:
-    """Shared memory that moe_few.cu takes for x, or what it has of out, and for a unit's weights."""
-    x_row, out_row = 2 * D + (64 if itemsize == 2 else 16), 64 * (A + 1)
-    return FEW_ROWS * max(x_row, out_row), max(4 * (D * itemsize + 64), 16 * (F * itemsize + 64))
-
-
-def _few_places(D: int, F: int, A: int, itemsize: int) -> int:
-    """Units that a block of moe_few.cu has under way; 0 where it cannot multiply such matrices."""
-    if D % 256 or F % 256 or (itemsize == 1 and max(D, F) > MOST_SCALED) or not kernels.runs_here(FEW):
-        return 0
-    x_bytes, place = _few_bytes(D, F, A, itemsize)
-    places = min(MOST_PLACES, (min(FEW_BYTES, device.shared_bytes() - BESIDE) - x_bytes) // place)
-    return places if places >= LEAST_PLACES else 0
-
-
 def _experts(x: Array, groups: _Groups, gate_up: Array | Fp8, down: Array | Fp8, shared: Shared | None) -> Array:
     """What each row's experts give, float32 [R*A, D], behind it the shared one's; undefined where there are none."""
     (R, D), A = x.shape, groups.weight.shape[1]
-    F, slots, act, wt = _bits(down).shape[-1], len(groups.expert_of), device.c_type(x), device.c_type(_bits(gate_up))
+    F, slots, act, wt = bits(down).shape[-1], len(groups.expert_of), device.c_type(x), device.c_type(bits(gate_up))
     places = R * (A + (shared is not None))
     hidden, y = device.empty((places, F), x.dtype), device.empty((places, D), np.float32)
     where = {"expert_of": groups.expert_of, "first": groups.first, "order": groups.order, "D": D, "F": F}
-    up = {**where, "x": x, "weights": _bits(gate_up), "scale": _scale(gate_up), "hidden": hidden, "A": A}
-    last = {**where, "hidden": hidden, "weights": _bits(down), "scale": _scale(down), "y": y}
+    up = {**where, "x": x, "weights": bits(gate_up), "scale": scale(gate_up), "hidden": hidden, "A": A}
+    last = {**where, "hidden": hidden, "weights": bits(down), "scale": scale(down), "y": y}
     if not _tiled(x, gate_up, down):
         tile: dict[str, int | str] = {"Act": act, "Wt": wt}
         splits = min(64, -(-R * A // (slots * 8)))
@@ -278,8 +231,8 @@ def _experts(x: Array, groups: _Groups, gate_up: Array | Fp8, down: Array | Fp8,
     tiles = 8 if wt == "bf16" else 4  # of 8 rows, that a block multiplies together
     splits, all_slots = min(64, -(-R * A // (slots * 8 * tiles))), slots + (shared is not None)
     more = {"R": R, "A": A, "Slots": slots, "Places": places}
-    up |= {**more, "shared": shared and _bits(shared.gate_up), "shared_scale": shared and _scale(shared.gate_up)}
-    last |= {**more, "shared": shared and _bits(shared.down), "shared_scale": shared and _scale(shared.down)}
+    up |= {**more, "shared": shared and bits(shared.gate_up), "shared_scale": shared and scale(shared.gate_up)}
+    last |= {**more, "shared": shared and bits(shared.down), "shared_scale": shared and scale(shared.down)}
     tile = {"Wt": wt, "Tiles": tiles}
     kernels.launch("moe_experts.cu", "gate_up", (-(-F // 16), all_slots, splits), 128, up, constants=tile)
     kernels.launch("moe_experts.cu", "down", (-(-D // 32), all_slots, splits), 128, last, constants=tile)

@@ -1,0 +1,148 @@
+// Products of a warp with what it has of an expert in shared memory, for moe_few.cu. Definition: moe in
+// boleinfer/ops/moe.py.
+//
+// The order of sums is that of moe_experts.cu: chunks of k (linear.cuh) c, c + 4, c + 8, ... in turn, for c = 0 .. 3, and
+// then these four parts. A product with FP8 weights begins anew with each scale.
+#pragma once
+
+#include "arrival.cuh"
+#include "linear.cuh"
+
+constexpr int ITEM = sizeof(Wt);                        // bytes of a weight
+constexpr int X_PAD = ITEM == 2 ? 64 : 16;  // bytes behind a row of x, so that lanes read from different banks
+constexpr int PRODUCTS = CHUNK / 16, PARTS = 4, STEP = PARTS * CHUNK;  // of a chunk; of k
+constexpr unsigned NOT_THERE = ~0u;  // no two bf16 that arithmetic gives
+
+// The lane's part of a row's chunk of x, from the chunk's start, in bytes: 16 for products 0 and 1, 16 for 2 and 3.
+__device__ __forceinline__ int x_bytes(int half) {
+  return ITEM == 2 ? threadIdx.x % 4 * 16 + half * 64 : threadIdx.x % 4 * 32 + half * 16;
+}
+
+// The lane's part of a row's chunk of weights for products 0 and 1, or 2 and 3: of each two numbers, and two 8 k further.
+struct Weights {
+  unsigned pair[PRODUCTS / 2][2];
+
+  __device__ __forceinline__ Weights(const char* chunk, int half) {
+    const char* const own = chunk + threadIdx.x % 4 * 16;
+    if constexpr (ITEM == 2) {
+      memcpy(pair, __builtin_assume_aligned(own + 64 * half, 16), 16);
+    } else {
+      const uint2 all = *reinterpret_cast<const uint2*>(own + 8 * half);
+      widen(all.x, pair[0][0], pair[0][1]);
+      widen(all.y, pair[1][0], pair[1][1]);
+    }
+  }
+};
+
+// sum[h], for h = 0 and 1: [x, and x one chunk further] [4 rows of weights, and these one chunk further]^T, over the chunks
+// 4 s + 2 h. x, w: the lane's rows g, and g % 4 one chunk further from g = 4 on. The lane has part 2 h of the rows of weights
+// 2 t and 2 t + 1 in the first two numbers for t < 2, and part 2 h + 1 of those four less in the next two for the others.
+// scales: of 128 k number `lane`, x of gate, y of up. Products of both h take turns, since each waits for its last one.
+__device__ __forceinline__ void multiply_two(float (&sum)[2][4], const char* x, const char* w, int K, float2 scales) {
+#pragma unroll 1
+  for (int s = 0; s < K / STEP; s++) {
+    uint4 near[2][2], far[2][2];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const char* const at = x + (2 * s + i / 2) * 2 * CHUNK * 2 + x_bytes(i % 2);
+      near[i / 2][i % 2] = *reinterpret_cast<const uint4*>(at);
+      far[i / 2][i % 2] = *reinterpret_cast<const uint4*>(at + CHUNK * 2);
+    }
+    const char* const first = w + 4 * s * CHUNK * ITEM;
+    float block[2][4] = {};
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const Weights weights[2] = {Weights(first, half), Weights(first + 2 * CHUNK * ITEM, half)};
+#pragma unroll
+      for (int i = 0; i < PRODUCTS / 2; i++) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const uint4 &n = near[h][half], &f = far[h][half];
+          const unsigned a[4] = {word(n, 2 * i), word(f, 2 * i), word(n, 2 * i + 1), word(f, 2 * i + 1)};
+          mma_m16n8k16(ITEM == 2 ? sum[h] : block[h], a, weights[h].pair[i]);
+        }
+      }
+    }
+    if constexpr (ITEM == 1) {
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const float gate = __shfl_sync(ALL_LANES, scales.x, 2 * s + h), up = __shfl_sync(ALL_LANES, scales.y, 2 * s + h);
+        const float factor = threadIdx.x % 2 ? up : gate;
+#pragma unroll
+        for (int j = 0; j < 4; j++) sum[h][j] = fmaf(factor, block[h][j], sum[h][j]);
+      }
+    }
+  }
+}
+
+// sum[c] += the chunk 4 s + c of [16 rows of weights] [x]^T; xs: the lane's words of x, two for each chunk.
+__device__ __forceinline__ void multiply_step(
+    float (&sum)[PARTS][4], const uint4* xs, const char* w, int further, int s, float scale) {
+#pragma unroll
+  for (int c0 = 0; c0 < PARTS; c0 += 2) {
+    const char* const first = w + (s * PARTS + c0) * CHUNK * ITEM;
+    const char* const next = first + CHUNK * ITEM;
+    float block[2][4] = {};
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const Weights low[2] = {{first, half}, {next, half}}, high[2] = {{first + further, half}, {next + further, half}};
+#pragma unroll
+      for (int j = 0; j < PRODUCTS / 2; j++) {
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+          const unsigned a[4] = {low[c].pair[j][0], high[c].pair[j][0], low[c].pair[j][1], high[c].pair[j][1]};
+          const uint4& v = xs[2 * (c0 + c) + half];
+          const unsigned b[2] = {word(v, 2 * j), word(v, 2 * j + 1)};
+          mma_m16n8k16(ITEM == 2 ? sum[c0 + c] : block[c], a, b);
+        }
+      }
+    }
+    if constexpr (ITEM == 1) {
+      const float factor = __shfl_sync(ALL_LANES, scale, (s * PARTS + c0) * CHUNK / SCALED);
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) sum[c0 + c][j] = fmaf(factor, block[c][j], sum[c0 + c][j]);
+      }
+    }
+  }
+}
+
+// Whether one of these words is.
+__device__ __forceinline__ bool missing(const uint4& v) {
+  return max(max(v.x, v.y), max(v.z, v.w)) == NOT_THERE;
+}
+
+// sum[c]: part c of [16 rows of weights] [x]^T. x: the lane's row g, in memory, read again until all of it is there; w: its
+// rows g and, `further`, g + 8. here(): waits for the weights. scale: of 128 k number `lane`.
+template <class Here>
+__device__ __forceinline__ void multiply_tile(
+    float (&sum)[PARTS][4], const bf16* x, const char* w, int further, int K, float scale, Here here) {
+  constexpr int STEPS = 2, WORDS = STEPS * PARTS * 2;  // that are under way together
+#pragma unroll 1
+  for (int s = 0; s < K / STEP; s += STEPS) {
+    uint4 xs[WORDS];
+    const auto at = [&](int i) { return x + (s * PARTS + i / 2) * CHUNK + x_bytes(i % 2) / 2; };
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) {
+      xs[i] = s * PARTS + i / 2 < K / CHUNK ? read_live(at(i)) : make_uint4(0, 0, 0, 0);
+    }
+    const auto some_missing = [&] {
+      bool any = false;
+#pragma unroll
+      for (int i = 0; i < WORDS; i++) any |= missing(xs[i]);
+      return __any_sync(ALL_LANES, any);
+    };
+    while (some_missing()) {
+#pragma unroll
+      for (int i = 0; i < WORDS; i++) {
+        if (missing(xs[i])) xs[i] = read_live(at(i));
+      }
+    }
+    if (s == 0) here();
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+      if (s + i < K / STEP) multiply_step(sum, xs + i * PARTS * 2, w, further, s + i, scale);
+    }
+  }
+}
