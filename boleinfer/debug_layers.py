@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from boleinfer import backend, device
-from boleinfer.decoder import Decoder
+from boleinfer.config import ModelConfig
+from boleinfer.decoder import FFN, Decoder
 from boleinfer.device import Array
 from boleinfer.device_forest import upload as upload_forest
 from boleinfer.device_forest import upload_paths
@@ -24,6 +25,7 @@ from boleinfer.ops import relative_error
 from boleinfer.ops.embedding import embedding
 from boleinfer.ops.linear import linear
 from boleinfer.options import UsageError, load_model
+from boleinfer.residual import Residual, normed
 from boleinfer.state import Batch, Place, State
 
 BOUNDS = {"float32": 1e-4, "bfloat16": 6e-2}
@@ -160,13 +162,14 @@ class _Recorder:
         """Per output the rows to compare: all, or where experts are chosen those whose choice is no near tie."""
         return [slice(None) if m is None or not (m > least).any() else m > least for m in self._margins]
 
-    def _around(self, ffn: Callable) -> Callable:
-        def watched(x: Array, w: Weights, c: object) -> Array:
-            host = isinstance(x, np.ndarray) and not device.on_gpu(x)
-            self._margins.append(self._margin(x, w) if host and self._config.num_experts else None)
-            y = ffn(x, w, c)
+    def _around(self, ffn: FFN) -> FFN:
+        def watched(r: Residual, w: Weights, c: ModelConfig) -> tuple[Array, Array]:
+            host = isinstance(r.stream, np.ndarray) and not device.on_gpu(r.stream)
+            x = normed(r._replace(stream=r.stream.copy()))[0] if host and c.num_experts else None
+            self._margins.append(None if x is None else self._margin(x, w))
+            y, stream = ffn(r, w, c)
             self._see(y)
-            return y
+            return y, stream
 
         return watched
 

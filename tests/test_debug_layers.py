@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from boleinfer import cli, debug_layers, device, gdn_core, layers
+from boleinfer import attention_core, cli, debug_layers, device, gdn_core, residual
 from boleinfer.debug_layers import BOUNDS, Side, compare_prompt, first_wrong, table
 from boleinfer.state import State
 from tests import emulator
@@ -48,8 +48,8 @@ def test_a_sound_gpu_differs_nowhere(tmp_path, family):
     "file,op,name",
     [
         (gdn_core, "gdn", "layer 0 gated DeltaNet"),
-        (layers, "tree_attention", "layer 3 attention"),
-        (layers, "gated_linear", "layer 0 feed-forward"),
+        (attention_core, "tree_attention", "layer 3 attention"),
+        (residual, "gated_linear", "layer 0 feed-forward"),
         (gdn_core, "gated_rms_norm", "layer 0 gated DeltaNet"),
     ],
 )
