@@ -47,6 +47,7 @@ def gdn_core(
 
 # ---- the GPU ---------------------------------------------------------------------------------------------------------
 
+FEW, MANY = "gdn_token.cu", "gdn_tokens.cu"  # heads: as many as fit at once, or more
 BLOCKS = 2  # of a multiprocessor
 
 
@@ -73,9 +74,21 @@ def _launch(
     args = {"qkvz": qkvz, "ba": ba, "taps": taps, "A_log": A_log, "dt_bias": dt_bias, "norm": norm, "window": window}
     args |= {"S": S, "ring_k": ring.k, "ring_u": ring.u, "ring_g": ring.g, "length": ring.length, "slot": slot}
     args |= {"start": forest.start, "y": y, "k": k, "u": u, "g": g, "Hk": Hk, "Hv": Hv, "C": C, "B": B, "eps": eps}
-    args |= {"Ahead": BLOCKS * device.multiprocessors()}
-    warps = 8 if V >= 64 else 4
-    constants = {"Act": device.c_type(qkvz), "K": K, "V": V, "W": taps.shape[1], "Warps": warps}
-    if R and B:
-        kernels.launch("gdn_token.cu", "gdn_token", B * Hv, 32 * warps, args, constants=constants)
+    warps, W = 8 if V >= 64 else 4, taps.shape[1]
+    constants = {"Act": device.c_type(qkvz), "K": K, "V": V, "W": W, "Warps": warps}
+    if not R or not B:
+        return y, k, u, g
+    together = BLOCKS * device.multiprocessors()
+    if B * Hv > together and kernels.runs_here(MANY):
+        shared = _shared(qkvz.itemsize, K, V, W, warps)
+        kernels.launch(MANY, "gdn_tokens", together, 32 * (warps + 1), args, shared=shared, constants=constants)
+    else:
+        kernels.launch(FEW, "gdn_token", (Hv // Hk, Hk, B), 32 * warps, args, constants=constants)
     return y, k, u, g
+
+
+def _shared(itemsize: int, K: int, V: int, W: int, warps: int) -> int:
+    """Bytes of Memory in cuda/gdn_tokens.cu: a state; sums, scores and fades; q and k; taps; barriers."""
+    readers = min(32 * warps, 4 * V) // 32
+    row = 4 * (readers * 2 * V + 2 * (CHUNK + 1) + CHUNK + 1)
+    return 4 * K * V + row + -row % 16 + 2 * K * itemsize + 4 * (2 * K + V) * W + 512

@@ -4,7 +4,7 @@
 // group or, where threads are few, two neighbouring ones; each owns four columns of V. Eight threads make the scores of one
 // ring entry. The groups' sums are added in pairs of neighbours, in the thread, in the warp, then across warps, so that
 // they do not depend on Vt or on the number of threads. Where state and ring are kept is the caller's choice: in shared
-// memory (one_row, for gdn.cu) or in registers (gdn_token.cu).
+// memory (one_row, for gdn.cu), in registers (gdn_token.cu), or the one here and the other there (gdn_tokens.cu).
 #pragma once
 
 #include "gdn.cuh"
@@ -85,6 +85,23 @@ __device__ __forceinline__ void read_decays(float (&g)[2], const float* ring_g, 
   }
 }
 
+// bf16 by two from a word, which takes one instruction each.
+template <int N>
+__device__ __forceinline__ Pack<float, N> widened(const Pack<Act, N>& x) {
+  Pack<float, N> y;
+#pragma unroll
+  for (int j = 0; j < N; j++) {
+    if constexpr (HALF && N % 2 == 0) {
+      unsigned pair;
+      memcpy(&pair, &x.v[j / 2 * 2], 4);
+      y.v[j] = __uint_as_float(j % 2 ? pair & 0xffff0000u : pair << 16);
+    } else {
+      y.v[j] = to_float(x.v[j]);
+    }
+  }
+  return y;
+}
+
 // Scores of q and k with the ring's keys, key(i, p) the thread's piece p of entry i, and with the row's own.
 template <class Key>
 __device__ __forceinline__ void score_ring(RowMemory& m, const Act* q, const Act* k, int ring, Key key) {
@@ -101,11 +118,11 @@ __device__ __forceinline__ void score_ring(RowMemory& m, const Act* q, const Act
     float score[2] = {};
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
-      const auto of = i < ring ? key(i, p) : x[1][p];
+      const auto of = widened(i < ring ? key(i, p) : x[1][p]), with_q = widened(x[0][p]), with_k = widened(x[1][p]);
 #pragma unroll
       for (int j = 0; j < PIECE; j++) {
-#pragma unroll
-        for (int n = 0; n < 2; n++) score[n] = fmaf(to_float(of.v[j]), to_float(x[n][p].v[j]), score[n]);
+        score[0] = fmaf(of.v[j], with_q.v[j], score[0]);
+        score[1] = fmaf(of.v[j], with_k.v[j], score[1]);
       }
     }
 #pragma unroll
@@ -124,15 +141,15 @@ __device__ __forceinline__ void sum_state(RowSums& sum, const Member& me, const 
   if (!me.is) return;
 #pragma unroll
   for (int e = 0; e < EACH; e++) {
-    const auto with_q = load<EACH_KEYS>(q + (me.group + e) * EACH_KEYS);
-    const auto with_k = load<EACH_KEYS>(k + (me.group + e) * EACH_KEYS);
+    const auto with_q = widened(load<EACH_KEYS>(q + (me.group + e) * EACH_KEYS));
+    const auto with_k = widened(load<EACH_KEYS>(k + (me.group + e) * EACH_KEYS));
 #pragma unroll
     for (int j = 0; j < EACH_KEYS; j++) {
       const Pack<float, 4> s = state(e, j);
 #pragma unroll
       for (int c = 0; c < 4; c++) {
-        sum[e][0][c] = fmaf(to_float(with_q.v[j]), s.v[c], sum[e][0][c]);
-        sum[e][1][c] = fmaf(to_float(with_k.v[j]), s.v[c], sum[e][1][c]);
+        sum[e][0][c] = fmaf(with_q.v[j], s.v[c], sum[e][0][c]);
+        sum[e][1][c] = fmaf(with_k.v[j], s.v[c], sum[e][1][c]);
       }
     }
   }

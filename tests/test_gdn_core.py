@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from boleinfer import device, device_forest, gdn_few
+from boleinfer import device, device_forest, gdn_few, kernels
+from boleinfer import gdn_core as gdn_core_file
 from boleinfer.forest import Forest, Tree
 from boleinfer.gdn_core import gdn_core
 from boleinfer.kernels import KernelError
@@ -145,6 +146,24 @@ def test_few_rows_are_one_launch_with_the_bits_of_three(gpu, monkeypatch, rows, 
             assert a.tobytes() == b.tobytes(), f"{name} differs"
         expected = gdn_core(**{name: wide(value) for name, value in given.items()})
         assert relative_error([wide(a) for a in one], expected) <= ACTS["bf16"]
+
+
+@pytest.mark.parametrize(
+    "act,sizes,W", [("bf16", (2, 128, 4, 128), 4), ("float", (2, 16, 2, 64), 3), ("bf16", (1, 64, 3, 16), 4)]
+)
+def test_blocks_that_stay_have_the_bits_of_blocks_for_each_head(gpu, monkeypatch, act, sizes, W):
+    rng, heads = np.random.default_rng(1), gdn_core_file.BLOCKS * device.multiprocessors()
+    rows = [int(n) for n in rng.random(3 * heads // sizes[2]) < 0.8]
+    on = uploaded(arguments(rng, rows, sizes, 32, W, act))
+    used = []
+    launch = kernels.launch
+    monkeypatch.setattr(kernels, "launch", lambda file, *a, **k: (used.append(file), launch(file, *a, **k)))
+    found = [gdn_core(**on)]
+    monkeypatch.setattr(kernels, "runs_here", lambda file: False)
+    found += [gdn_core(**on)]
+    assert used == [gdn_core_file.MANY, gdn_core_file.FEW]
+    many, few = ([device.download(a)[: sum(rows)].tobytes() for a in outputs] for outputs in found)
+    assert many == few
 
 
 def test_nobody_takes_part(gpu):

@@ -20,7 +20,7 @@ WEIGHTS = {
     "gated_rms_norm.cu": {"w"},
     "gdn_few.cu": {"taps", "A_log", "dt_bias", "norm"},
     "gdn_inputs.cu": {"taps", "A_log", "dt_bias"},
-    "gdn_token.cu": {"taps", "A_log", "dt_bias", "norm"},
+    **dict.fromkeys(("gdn_token.cu", "gdn_tokens.cu"), {"taps", "A_log", "dt_bias", "norm"}),
     "linear_any.cu": {"w", "scale"},
     "linear_few.cu": {"w", "scale"},
     "linear_hopper.cu": {"scale"},
