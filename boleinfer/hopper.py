@@ -16,12 +16,19 @@ LONG, SHORT = 200 * 1024, 106 * 1024  # bytes of a ring; two blocks with SHORT o
 LONG_FROM = 384 * 1024  # bytes that a block reads from which it has a LONG one
 MOST_DEPTH = 24  # places of a ring
 MOST_PROCESSORS = 144  # of a GPU of this architecture
-TO_JOIN = 50_000  # what joining parts costs beside reading their sums, in bytes that could be read meanwhile
 QUICKEST = 1.2  # how much faster a multiprocessor reads than at its share of the bandwidth, when others are idle
+# What else costs time, in bytes of w that a multiprocessor could read meanwhile at its share
+OF_X, OF_SUMS = 0.45, 0.6  # a byte of x, and one of a part's sums, written or read
+TO_END, TO_JOIN = 25_000, 50_000  # a tile's end, joining parts
 
 
 class Cut(NamedTuple):
-    """How a product is cut: warpgroups of a tile, tiles with all of k, and into how many parts k of the others is."""
+    """How a product is cut.
+
+    groups:  warpgroups of a tile
+    whole:   tiles with all of k
+    parts:   into how many parts k of the others is cut
+    """
 
     groups: int
     whole: int
@@ -39,6 +46,10 @@ class Cut(NamedTuple):
         """Of one of these."""
         return 4 * 64 * self.groups * rows
 
+    def ranks(self, rows: int) -> int:
+        """How many parts share the joining, eight rows at least each."""
+        return min(self.parts, rows // 8)
+
 
 @functools.cache
 def cut(widths: tuple[int, ...], row_bytes: int, rows: int, processors: int) -> Cut:
@@ -49,18 +60,23 @@ def cut(widths: tuple[int, ...], row_bytes: int, rows: int, processors: int) -> 
     """
 
     def cost(c: Cut) -> float:
-        """Bytes that a multiprocessor could read meanwhile at its share of the bandwidth. Those of x are in L2."""
-        tile = (64 * c.groups + rows / 2) * row_bytes
+        """Bytes that a multiprocessor could read meanwhile at its share of the bandwidth."""
+        w, x = 64 * c.groups * row_bytes, OF_X * rows * row_bytes
         rounds, left = divmod(c.tiles(*widths), processors)
-        at_the_end = max(tile * left / processors, tile / c.parts / QUICKEST) if left else 0
-        return rounds * tile + at_the_end + (TO_JOIN + c.kept() * c.sum_bytes(rows) if c.parts > 1 else 0)
+        at_the_end = max(w * left / processors, w / c.parts / QUICKEST) + x / c.parts if left else 0
+        read_and_written = (c.kept() / c.ranks(rows) + RANGES / c.parts) * c.sum_bytes(rows)
+        join = TO_JOIN + OF_SUMS * read_and_written if c.parts > 1 else 0
+        ends = TO_END * (rounds + (left > 0))
+        return rounds * (w + x) + at_the_end + ends + join
 
     candidates = []
     for groups in (3, 2, 1):
         tiles = Cut(groups, 0, 1).tiles(*widths)
         left = tiles % processors
-        most = min(RANGES, processors // left) if left and row_bytes >= 128 * RANGES else 1
-        candidates += [Cut(groups, tiles - left if parts > 1 else tiles, parts) for parts in range(1, most + 1)]
+        candidates.append(Cut(groups, tiles, 1))
+        if left and row_bytes >= 128 * RANGES:
+            even = [parts for parts in (2, 4, 8) if parts * left <= processors]  # each has as many ranges
+            candidates += [Cut(groups, tiles - left, parts) for parts in even]
     return min(candidates, key=cost)
 
 
@@ -99,7 +115,7 @@ def product(
     ring = LONG if each * place >= LONG_FROM else SHORT
     depth = max(2, min(ring // place, each, MOST_DEPTH))
     sums, tickets = None, None
-    if cut_tiles:
+    if c.parts > 1:
         sums = device.empty(row_tiles * cut_tiles * c.kept() * c.sum_bytes(rows) // 4, np.float32)
         tickets = device.counters(row_tiles * cut_tiles * 4 * c.groups)
     in_turn = w.reshape(halves, len(w) // halves, -1).swapaxes(0, 1)  # [width, halves, Din]: rows of gate and of up
@@ -107,7 +123,8 @@ def product(
     arrays |= {"sums": sums, "tickets": tickets, "use": use, "allowed": allowed, "largest": largest, "inverse": inverse}
     sizes = {"R": R, "Xr": Xr, "Ldx": x.strides[0] // x.itemsize if Xr > 1 else Din, "Din": Din, "Width": len(in_turn)}
     sizes["Pad"] = 0 if inverse is None else inverse.shape[1]
-    sizes |= {"More": 0 if w_more is None else len(w_more), "Whole": c.whole, "Parts": c.parts, "Depth": depth}
+    sizes |= {"More": 0 if w_more is None else len(w_more), "Whole": c.whole, "Parts": c.parts}
+    sizes |= {"Ranks": c.ranks(rows) if device.blocks_together() >= processors else 1, "Depth": depth}
     sizes |= {"Sums": 0 if sums is None else sums.size, "Tickets": 0 if tickets is None else tickets.size}
     tile: dict[str, int | str] = {"Rows": rows, "Groups": c.groups, "Gated": int(gated)}
     kernels.launch(

@@ -27,24 +27,33 @@ __device__ __forceinline__ bool arrives_last(int* counter, int blocks) {
   return last;
 }
 
-// Of `blocks` that call it with this counter the last `ranks` wait until all have come: the block's rank among these, -1
-// for the others; what all wrote before can then be read. So many blocks, of all counters in use, must fit on the device
-// beside one that still works. The counter is 0 before and after. All threads together; they get the same.
+// Of `all` that call it with this counter the last `ranks` wait until all have come: the caller's rank among these, -1 for
+// the others; what all wrote before can then be read. So many blocks, of all counters in use, must fit on the device
+// beside one that still works. The counter is 0 before and after. By one thread.
+__device__ __forceinline__ int rank_among_last(int* counter, int all, int ranks) {
+  fence_device();
+  const int before = atomicAdd(counter, 1), rank = before - (all - ranks);
+  if (rank >= 0) {
+    while (before < all - 1 && *static_cast<volatile int*>(counter) < all) {}
+    fence_device();
+    atomicInc(reinterpret_cast<unsigned*>(counter), unsigned(all + ranks - 1));  // the last one clears it
+  }
+  return rank;
+}
+
+// The same by all threads of a block, or of a warp, together; they get the same.
 __device__ __forceinline__ int arrives_among_last(int* counter, int blocks, int ranks) {
   __shared__ int rank;
   __syncthreads();
-  if (threadIdx.x == 0) {
-    fence_device();
-    const int before = atomicAdd(counter, 1);
-    rank = before - (blocks - ranks);
-    if (rank >= 0) {
-      while (before < blocks - 1 && *static_cast<volatile int*>(counter) < blocks) {}
-      fence_device();
-      atomicInc(reinterpret_cast<unsigned*>(counter), unsigned(blocks + ranks - 1));  // the last one clears it
-    }
-  }
+  if (threadIdx.x == 0) rank = rank_among_last(counter, blocks, ranks);
   __syncthreads();
   return rank;
+}
+__device__ __forceinline__ int warp_arrives_among_last(int* counter, int warps, int ranks) {
+  __syncwarp();
+  const int rank = threadIdx.x % WARP == 0 ? rank_among_last(counter, warps, ranks) : 0;
+  __syncwarp();
+  return __shfl_sync(ALL_LANES, rank, 0);
 }
 
 // Four words that other blocks may be writing, each as it was or as it is written.

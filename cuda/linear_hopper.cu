@@ -7,20 +7,22 @@
 //
 // A tile of out is Rows rows and 64 rows of w for each of Groups warpgroups; for Gated those are rows of gate and of up in
 // turn. The tiles of w_more come behind those of w. The first Whole tiles of features are a unit each; the ranges of the
-// others are shared by Parts units, whose sums the warp joins that ends last of those that own its features.
+// others are shared by Parts units. Of the warps that own the same features those Ranks that end last wait for one another
+// and join the sums of some rows each.
 //
 // Weights pass through L2 as what goes first, so that the codes and small arrays of all other kernels stay there: 0.8B's
 // step took 4 % longer without (H200, 2026-11-30).
 //
 // grid: one block a multiprocessor, at most; a block takes every gridDim.x-th unit. block: a warpgroup for 64 rows of w
-// each, and one that asks, the first thread of a warp for tiles of w and that of the next for x. Depth places of a ring hold a chunk of w and x;
-// it is filled with w before x is there.
+// each, and one that asks, the first thread of a warp for tiles of w and that of the next for x. Depth places of a ring
+// hold a chunk of w and x; it is filled with w before x is there.
 // shared: 1 KB + Depth * (8 KB * Groups + 128 bytes * Rows, twice for FP8); 640 bytes a warp. Read twice:
 // x, by every tile of features (L2), w by every tile of rows.
 //
 // arch: 90a
 // spills: at 128 rows, once a tile, outside the loops: sums take nearly all registers
 // sizes: Wt=bf16 Out=bf16 Rows=8,64 Groups=3 Gated=0 | Wt=bf16 Out=float Rows=16,128 Groups=3 Gated=0 | Wt=bf16 Out=bf16 Rows=8,32,128 Groups=3 Gated=1 | Wt=fp8 Out=bf16 Rows=8,64 Groups=3 Gated=0 | Wt=fp8 Out=bf16 Rows=8,64 Groups=3 Gated=1
+#include "arrival.cuh"
 #include "largest.cuh"
 #include "ranges.cuh"
 #include "tma.cuh"
@@ -29,12 +31,16 @@
 constexpr int ROW_BYTES = 128, SLAB = 64 * ROW_BYTES;  // of a tile in shared memory; of 64 rows
 constexpr int K = ROW_BYTES / sizeof(Wt), X_TILES = K / 64;  // k of a chunk; tiles of x in it
 constexpr int SCALED = 128;                                  // features, and k, of one FP8 scale
-constexpr int WARPS = 4 * Groups, HALVES = 1 + Gated, RESULTS = 64 * Groups / HALVES;  // RESULTS: features of out in a tile
+constexpr int WARPS = 4 * Groups, HALVES = 1 + Gated;         // WARPS: that multiply
+constexpr int RESULTS = 64 * Groups / HALVES;                // features of out in a tile
 constexpr int X_TILE = Rows * ROW_BYTES, X_BYTES = X_TILES * X_TILE, W_BYTES = Groups * SLAB;
 constexpr int PLACE = X_BYTES + W_BYTES;
 constexpr int SUMS = Rows / 2, QUADS = SUMS / 4;  // of a lane; fours of them, for eight rows each
-constexpr bool HUNGRY = Groups == 3 && Rows * 2 / sizeof(Wt) > 64;  // those that multiply need the registers of the others
-constexpr int MOST = 24;                               // places of a ring
+constexpr int TOGETHER = QUADS < 4 ? QUADS : 4;   // of these, joined at a time
+constexpr int MOST = 24;                          // places of a ring
+
+// Whether warps that multiply need registers of those that ask, and whether two blocks fit on a multiprocessor.
+constexpr bool HUNGRY = Groups == 3 && Rows * 2 / sizeof(Wt) > 64, TWO_FIT = Rows * 2 / sizeof(Wt) <= 16;
 
 // A piece of work: ranges first .. last - 1 of a tile.
 struct Unit {
@@ -146,7 +152,7 @@ __device__ __forceinline__ void multiply_scaled(
 
 constexpr int TO_NEXT = WARPS * QUADS * WARP;  // fours from one sum of a cut tile to the next
 
-// Keeps a sum of a cut tile for those that join it; to: the lane's place.
+// Keeps a sum of a cut tile for the warps that join it; to: the lane's place.
 __device__ __forceinline__ void keep(const float (&sum)[SUMS], float4* to) {
 #pragma unroll
   for (int n = 0; n < QUADS; n++) {
@@ -154,28 +160,21 @@ __device__ __forceinline__ void keep(const float (&sum)[SUMS], float4* to) {
   }
 }
 
-// Of the warps that have a part of the same features the last one gets true, and in total all `count` sums that they kept,
-// added up in order. kept: the lane's place in the first; ticket: counts the parts.
-__device__ __forceinline__ bool join(float (&total)[SUMS], int count, const float4* kept, int parts, int* ticket) {
-  const int lane = threadIdx.x % WARP;
-  __threadfence();
-  __syncwarp();
-  const int arrived = __shfl_sync(ALL_LANES, lane == 0 ? atomicAdd(ticket, 1) : 0, 0);
-  if (arrived != parts - 1) return false;
-  __threadfence();
-  if (lane == 0) *ticket = 0;
+// sum = all `count` sums that were kept of a tile, added up in order, of fours from the first of the lane's place on; of
+// those behind `fours` zeros.
+template <int S>
+__device__ __forceinline__ void add_kept(float (&sum)[S], const float4* kept, int count, int fours) {
 #pragma unroll
-  for (int i = 0; i < SUMS; i++) total[i] = 0.0f;
-#pragma unroll(QUADS <= 4 ? 4 : 1)
+  for (int i = 0; i < S; i++) sum[i] = 0.0f;
+#pragma unroll 4
   for (int s = 0; s < count; s++) {
 #pragma unroll
-    for (int n = 0; n < QUADS; n++) {
+    for (int n = 0; n < S / 4; n++) {
+      if (n >= fours) continue;
       const float4 one = __ldcg(kept + s * TO_NEXT + n * WARP);
-      float* v = total + 4 * n;
-      v[0] += one.x, v[1] += one.y, v[2] += one.z, v[3] += one.w;
+      sum[4 * n] += one.x, sum[4 * n + 1] += one.y, sum[4 * n + 2] += one.z, sum[4 * n + 3] += one.w;
     }
   }
-  return true;
 }
 
 // The next N numbers of a row, or as many as exist.
@@ -196,17 +195,17 @@ __device__ __forceinline__ void store(T* to, const float* numbers, int exist) {
   }
 }
 
-// The warp's features of a tile, from `feature` of `width` on, and rows from `row` of R on: those whose results are read.
+// The warp's features of a tile, from `feature` of `width` on, and rows from `row` on up to `end`: those that are read.
 // They are turned, eight rows at a time, so that neighbouring lanes have neighbouring features. For Gated, lanes of even g
 // have gates and those after them up of two features, and each goes on with one of the two.
-template <class T>
+template <class T, int S>
 __device__ __forceinline__ void write(
-    T* out, const int* use, const float (&sum)[SUMS], float (&turned)[8][20], int row, int R, int feature, int width) {
+    T* out, const int* use, const float (&sum)[S], float (&turned)[8][20], int row, int end, int feature, int width) {
   constexpr int N = 4 / HALVES;  // features of a lane
   const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4, own = feature + N * t;
   out += (long long)(row + g) * width + own;
 #pragma unroll
-  for (int n = 0; n < QUADS; n++, out += 8ll * width) {
+  for (int n = 0; n < S / 4; n++, out += 8ll * width) {
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -220,17 +219,18 @@ __device__ __forceinline__ void write(
       }
     }
     __syncwarp();
-    const bool read = row + 8 * n + g < R && (use == nullptr || use[row + 8 * n + g] == ALL);
+    const bool read = row + 8 * n + g < end && (use == nullptr || use[row + 8 * n + g] == ALL);
     if (read && own < width) store<N>(out, turned[g] + N * t, width - own);
   }
 }
 
 // The largest of these results and their features, of the rows of which only that is asked for. Lanes of the same t find
 // those of up to eight rows together, and then each takes one.
+template <int S>
 __device__ __forceinline__ void raise(
-    Largest* largest, const int* use, const unsigned char* allowed, const float (&sum)[SUMS], int row, int R,
+    Largest* largest, const int* use, const unsigned char* allowed, const float (&sum)[S], int row, int end,
     int feature, int width) {
-  constexpr int OF_LANE = SUMS / 2;  // rows of which a lane has results
+  constexpr int OF_LANE = S / 2;  // rows of which a lane has results
   const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4, low = feature + g, high = low + 8;
   const bool has_low = low < width && (!allowed || allowed[low]), has_high = high < width && (!allowed || allowed[high]);
   Largest mine = 0;
@@ -243,15 +243,38 @@ __device__ __forceinline__ void raise(
     if (i % 8 == g) mine = most;
     if (i % 8 == min(7, OF_LANE - 1)) {
       const int taken = i / 8 * 8 + g, own = row + taken / 2 * 8 + 2 * t + taken % 2;
-      if (taken < OF_LANE && own < R && use[own] == LARGEST && mine > __ldcg(largest + own)) {
+      if (taken < OF_LANE && own < end && use[own] == LARGEST && mine > __ldcg(largest + own)) {
         atomicMax(largest + own, mine);
       }
     }
   }
 }
 
-extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), Rows * 2 / sizeof(Wt) > 16 ? 1 : 2) linear_hopper(
-    const __grid_constant__ TensorMap<const Wt> w,       // [Width, 1 + Gated, Din] strides [Din, Width * Din, 1] box [64 * Groups / (1 + Gated), 1 + Gated]
+// Where results go.
+struct Results {
+  Out* out;
+  float* more;
+  const int* use;
+  const unsigned char* allowed;
+  Largest* largest;
+  int w_tiles, width, more_width;
+
+  // Of a tile, in rows from `row` on up to `end`.
+  template <int S>
+  __device__ __forceinline__ void put(const float (&sum)[S], float (&turned)[8][20], int tile, int row, int end) const {
+    const int first = threadIdx.x / WARP * (16 / HALVES);
+    if (tile < w_tiles) {
+      const int feature = tile * RESULTS + first;
+      write(out, use, sum, turned, row, end, feature, width);
+      if (sizeof(Out) == 4 && largest) raise(largest, use, allowed, sum, row, end, feature, width);
+    } else {
+      write(more, nullptr, sum, turned, row, end, (tile - w_tiles) * RESULTS + first, more_width);
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1) linear_hopper(
+    const __grid_constant__ TensorMap<const Wt> w,  // [Width, 1 + Gated, Din] strides [Din, Width * Din, 1] box [64 * Groups / (1 + Gated), 1 + Gated]
     const __grid_constant__ TensorMap<const Wt> w_more,  // [More, 1, Din] box [64 * Groups, 1] or null
     const __grid_constant__ TensorMap<const Wt> x,       // [Xr, Din] strides [Ldx, 1] box [Rows]
     const float* inverse,           // [(Din + 127) / 128, Pad] or null; 1 / s of x, for FP8 w
@@ -272,6 +295,7 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), Rows * 2 / size
     int More,
     int Whole,
     int Parts,
+    int Ranks,
     int Depth,
     int Sums,
     int Tickets)
@@ -322,13 +346,12 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), Rows * 2 / size
   }
 
   if (warp >= WARPS) return;
-
   if (HUNGRY) more_registers<160>();
   after_previous();
+  const Results results{out, more, use, allowed, largest, w_tiles, Width, More};
   Turn turn{Depth};
   for (int next = blockIdx.x; next < units.count; next += gridDim.x) {
     const Unit unit = units[next];
-    const int feature = unit.tile * RESULTS + warp * (16 / HALVES);
     const int cut = unit.row / Rows * (tiles - Whole) + unit.tile - Whole, first_part = RANGES / Parts;
     const int kept = RANGES - first_part + 1;  // sums of a cut tile: of all of its first part, and of each range behind it
     float4* const mine = reinterpret_cast<float4*>(sums) + ((long long)cut * kept * WARPS + warp) * QUADS * WARP + lane;
@@ -356,15 +379,17 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), Rows * 2 / size
         keep(sum, mine + (range - first_part + 1) * TO_NEXT);
       }
     }
-    if (unit.tile >= Whole) {
-      if (unit.first == 0) keep(total, mine);
-      if (!join(total, kept, mine, Parts, tickets + cut * WARPS + warp)) continue;
+    if (unit.tile < Whole) {
+      results.put(total, turned[warp], unit.tile, unit.row, R);
+      continue;
     }
-    if (unit.tile < w_tiles) {
-      write(out, use, total, turned[warp], unit.row, R, feature, Width);
-      if (sizeof(Out) == 4 && largest) raise(largest, use, allowed, total, unit.row, R, feature, Width);
-    } else {
-      write(more, nullptr, total, turned[warp], unit.row, R, feature - w_tiles * RESULTS, More);
+    if (unit.first == 0) keep(total, mine);
+    const int rank = warp_arrives_among_last(tickets + cut * WARPS + warp, Parts, Ranks);
+    const int last = (rank + 1) * QUADS / Ranks;
+    for (int n = rank * QUADS / Ranks; rank >= 0 && n < last; n += TOGETHER) {
+      float some[4 * TOGETHER];
+      add_kept(some, mine + n * WARP, kept, last - n);
+      results.put(some, turned[warp], unit.tile, unit.row + 8 * n, min(R, unit.row + 8 * last));
     }
   }
 }
