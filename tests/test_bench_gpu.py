@@ -179,7 +179,7 @@ def test_step(pretend, tmp_path, capsys):
     assert cli.main(["bench", "step", "--random-weights", TINY, "--rows", "6", "--prompt", "20", "-o", str(file)]) == 0
     found = json.loads(file.read_text())["kernels"]
     launches = {entry["kernel"]: entry["launches"] for entry in found}
-    assert launches["gdn"] == 3 and launches["tree_attention"] == 1 and launches["plant"] == 1
+    assert launches["gdn_few"] == 3 and launches["tree_attention"] == 1 and launches["plant"] == 1
     assert sum(n for name, n in launches.items() if name.startswith("linear")) == 3 * 4 + 4 + 1
     assert "in all" in capsys.readouterr().out
 
