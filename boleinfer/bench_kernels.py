@@ -15,6 +15,7 @@ import numpy as np
 from boleinfer import bench_tables, bench_tree, device, timing
 from boleinfer.device import Array, Fp8
 from boleinfer.forest import Tree
+from boleinfer.hopper_fp8 import SCALED
 from boleinfer.ops import linear as products
 from boleinfer.ops.linear import linear, swiglu
 from boleinfer.ops.norms import add_rms_norm, gated_rms_norm
@@ -88,7 +89,7 @@ def matrix(Dout: int, Din: int, weights: str) -> Array | Fp8:
     """A random matrix, bf16, or FP8 whose scales are 1."""
     if weights == "bf16":
         return random(Dout, Din, scale=Din**-0.5)
-    scale = np.ones((-(-Dout // products.SCALED), -(-Din // products.SCALED)), np.float32)
+    scale = np.ones((-(-Dout // SCALED), -(-Din // SCALED)), np.float32)
     return Fp8(normal((Dout, Din), device.dtype("fp8"), 0, 0, 1.0), device.upload(scale))
 
 

@@ -30,6 +30,23 @@ class Fp8(NamedTuple):
     scale: Array
 
 
+class Split(NamedTuple):
+    """bf16 rows [R, Din] as hopper_fp8.split_rows makes them, for products with Fp8.
+
+    parts: uint8 [2 R, Din]; inverse: float32 [ceil(Din/128), R and a few more]; rows: they themselves, for others
+    """
+
+    parts: Array
+    inverse: Array
+    rows: Array | None = None
+
+    @classmethod
+    def empty(cls, R: int, Din: int, rows: Array | None = None) -> Split:
+        """Of undefined contents."""
+        inverse = empty((-(-Din // 128), -(-R // 64) * 64), np.float32)
+        return cls(empty((2 * R, Din), np.uint8), inverse, rows)
+
+
 @functools.cache
 def dtype(c_name: str) -> np.dtype:
     """The host's dtype of a C type name: "bf16" is ml_dtypes.bfloat16, "float" float32, "fp8" ml_dtypes.float8_e4m3fn.

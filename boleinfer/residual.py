@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from boleinfer import device, whole
-from boleinfer.device import Array, Fp8
-from boleinfer.ops.linear import gated_linear, linear, linear_pair
+from boleinfer import device, kernels, whole
+from boleinfer.device import Array, Fp8, Split
+from boleinfer.ops.linear import gated_linear, linear, linear_pair, splits
 from boleinfer.ops.norms import add_rms_norm, rms_norm
 
 
@@ -38,7 +38,7 @@ def norm_linear(r: Residual, w: Array | Fp8, dtype: Any = None) -> tuple[Array, 
         out = device.empty((len(r.stream), len(w)), r.stream.dtype if dtype is None else dtype)
         whole.product(x, w, out)
         return out, x.sum
-    y, stream = normed(r)
+    y, stream = _normed_for(w, r)
     return linear(y, w, dtype), stream
 
 
@@ -48,7 +48,7 @@ def norm_gated_linear(r: Residual, w: Array | Fp8) -> tuple[Array, Array]:
         out = device.empty((len(r.stream), len(w) // 2), r.stream.dtype)
         whole.product(x, w, out, gated=True)
         return out, x.sum
-    y, stream = normed(r)
+    y, stream = _normed_for(w, r)
     return gated_linear(y, w), stream
 
 
@@ -59,7 +59,7 @@ def norm_linear_pair(r: Residual, w: Array | Fp8, more: Array | Fp8) -> tuple[tu
         out, second = device.empty((R, len(w)), r.stream.dtype), device.empty((R, len(more)), np.float32)
         whole.product(x, w, out, w_more=more, more=second)
         return (out, second), x.sum
-    y, stream = normed(r)
+    y, stream = _normed_for(w, r, rows=True)
     return linear_pair(y, w, more), stream
 
 
@@ -70,3 +70,18 @@ def _in_one_launch(r: Residual, *matrices: Array | Fp8) -> whole.Norm | None:
     if r.added is None or not bf16 or R != 1 or D > whole.MOST_NORMED or not whole.takes(R, D):
         return None
     return whole.Norm(r.stream, r.added, r.norm, r.eps, device.empty((R, D), r.stream.dtype))
+
+
+WARP_WIDTH, MOST_WIDTH = 256, 8192  # numbers of a warp, and of a block, that norms a row
+
+
+def _normed_for(w: Array | Fp8, r: Residual, rows: bool = False) -> tuple[Array | Split, Array]:
+    """x as the product with w reads it, and the sum: of FP8 w split_rows(x), made in one launch, with x if `rows`."""
+    (R, D), fits = r.stream.shape, r.stream.shape[1] % WARP_WIDTH == 0 and r.stream.shape[1] <= MOST_WIDTH
+    if not (fits and splits(r.stream, w)):
+        return normed(r)
+    x = Split.empty(R, D, device.empty((R, D), r.stream.dtype) if rows else None)
+    args = {"h": r.stream, "x": r.added, "w": r.norm, "out": x.rows, "parts": x.parts, "inverse": x.inverse}
+    args |= {"R": R, "D": D, "Pad": x.inverse.shape[1], "eps": r.eps}
+    kernels.launch("split_rows.cu", "norm_rows", R, D // 8, args)
+    return x, r.stream

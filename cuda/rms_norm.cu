@@ -47,10 +47,15 @@ extern "C" __global__ void __launch_bounds__(1024) add_rms_norm(
     int D,
     float eps)
 {
-  after_previous();
   const long long row = (long long)blockIdx.x * D;
   constexpr int N = PER_16_BYTES<Act>;
-  if (D % N == 0 && aligned16(h, x, w, out)) {
+  const bool words = D % N == 0 && aligned16(h, x, w, out);
+  if (words && D <= N * blockDim.x) {
+    norm_short_row<N>(h + row, x + row, w, D, eps, [&](int i, const Pack<Act, N>& y) { store<N>(out + row + i, y); });
+    return;
+  }
+  after_previous();
+  if (words) {
     add_row<N>(h + row, x + row, D);
     norm_row<N>(h + row, w, out + row, D, eps);  // each thread reads back its own groups
   } else {

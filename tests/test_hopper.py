@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from boleinfer.hopper import RANGES, Cut, cut, most_sums
+from boleinfer.hopper_fp8 import tile
 
 PUBLISHED = [  # features, k, slabs: of the 0.8B, 4B, 9B and 27B sizes
     *[(8192, 1024, 1), (1024, 2048, 1), (3584, 1024, 2), (1024, 3584, 1)],
@@ -49,3 +50,12 @@ def test_blocks_of_published_sizes_have_little_more_than_their_share(width, Din,
 
 def test_tiles():
     assert Cut(3, 0, 2).tiles(12288) == 64 and Cut(3, 0, 2).tiles(12288, 64) == 65 and Cut(2, 0, 1).tiles(129) == 2
+
+
+@pytest.mark.parametrize("width,slabs", [(w, s) for w, _, s in PUBLISHED if w < 200_000] + [(67584, 1), (2048, 1)])
+def test_tiles_of_few_rows_are_shared_evenly(width, slabs):
+    features = tile(width, slabs, 132)
+    tiles = -(-width // features)
+    rounds = -(-tiles // 132)
+    assert features % 8 == 0 and features <= 256 and slabs * features <= 272
+    assert width > 0.8 * rounds * 132 * features or features == 8

@@ -23,6 +23,7 @@ WEIGHTS = {
     **dict.fromkeys(("gdn_token.cu", "gdn_tokens.cu"), {"taps", "A_log", "dt_bias", "norm"}),
     "linear_any.cu": {"w", "scale"},
     "linear_few.cu": {"w", "scale"},
+    "linear_fp8.cu": {"scale"},
     "linear_hopper.cu": {"scale"},
     "linear_rows.cu": {"w", "scale"},
     "linear_tiles.cu": {"w", "scale"},
@@ -34,6 +35,7 @@ WEIGHTS = {
     "moe_router.cu": {"router", "shared_gate"},
     "mtp_inputs.cu": {"table", "wa", "wb", "inv_freq"},
     "rms_norm.cu": {"w"},
+    "split_rows.cu": {"w"},
 }
 
 

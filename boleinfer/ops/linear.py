@@ -7,23 +7,35 @@ from typing import Any
 
 import numpy as np
 
-from boleinfer import device, hopper, kernels, whole
-from boleinfer.device import Array, Fp8
+from boleinfer import device, hopper, hopper_fp8, kernels, whole
+from boleinfer.device import Array, Fp8, Split
+from boleinfer.hopper_fp8 import split_rows, splits
 from boleinfer.ops import Case, sigmoid, silu
 
-__all__ = ["CASES", "gated_linear", "head", "linear", "linear_pair", "sigmoid", "silu", "split_rows", "swiglu"]
+__all__ = [
+    "CASES",
+    "gated_linear",
+    "head",
+    "linear",
+    "linear_pair",
+    "sigmoid",
+    "silu",
+    "split_rows",
+    "splits",
+    "swiglu",
+]
 
 VECTOR_ROWS = 6  # of a matrix in one piece: up to here one matrix-vector product a row beats one matrix product
-SCALED = 128  # neighbours that share a scale
 SMALL = 1_000_000  # multiply-adds up to which OpenBLAS multiplies without packing its operands first
 
 
-def linear(x: Array, w: Array | Fp8, dtype: Any = None) -> Array:
+def linear(x: Array | Split, w: Array | Fp8, dtype: Any = None) -> Array:
     """x w^T.
 
     x: [R, Din]; w: [Dout, Din], quickest column-major, or its panels [Dout/n, n, Din] (memory.panels)
     -> [R, Dout] in the type of x and w. Bytes: w once.
-    On the GPU x may be a view of some columns, w is [Dout, Din] by rows or Fp8, the result of `dtype` (x's when None).
+    On the GPU x may be a view of some columns, w is [Dout, Din] by rows or Fp8, the result of `dtype` (x's when None);
+    of x split (`splits`) the same, with the same bits.
     Up to 128 rows of bf16, and with any of float32, a row's bits do not depend on the rows beside it.
     A matrix product packs w before it multiplies, which costs more than the product itself when there are few rows.
     A panel with few rows is small enough to be multiplied as it lies, and panel after panel is one stream of memory.
@@ -35,7 +47,8 @@ def linear(x: Array, w: Array | Fp8, dtype: Any = None) -> Array:
         one matrix product       3.2   6.3   7.4   8.4  10.8  15.3
     """
     if device.on_gpu(x):
-        return _linear_gpu(x, w, x.dtype if dtype is None else dtype)
+        return _linear_gpu(x, w, dtype)
+    assert not isinstance(x, Split)
     R, dtype = x.shape[0], np.result_type(x, w)
     assert not isinstance(w, Fp8)
     if w.ndim == 3:
@@ -75,27 +88,29 @@ def swiglu(gate_up: Array) -> Array:
     return silu(gate_up[..., :F]) * gate_up[..., F:]
 
 
-def gated_linear(x: Array, w: Array | Fp8) -> Array:
+def gated_linear(x: Array | Split, w: Array | Fp8) -> Array:
     """swiglu(x w^T): x [R, Din], w [2F, Din] of gate, then up -> [R, F]. On the GPU in one launch for few rows."""
     if device.on_gpu(x):
-        return _linear_gpu(x, w, x.dtype, gated=True)
+        return _linear_gpu(x, w, gated=True)
     return swiglu(linear(x, w))
 
 
-def linear_pair(x: Array, w: Array | Fp8, more: Array | Fp8) -> tuple[Array, Array]:
-    """linear(x, w), and linear(x, more) in float32 at least: on the GPU in one launch where that is possible."""
+def linear_pair(x: Array | Split, w: Array | Fp8, more: Array | Fp8) -> tuple[Array, Array]:
+    """linear(x, w), and linear(x, more) in float32 at least: on the GPU in one launch where that is possible.
+
+    x split has to bring its rows."""
     if not device.on_gpu(x):
         return linear(x, w), linear(x, more)
-    bf16 = all(not isinstance(m, Fp8) and device.c_type(m) == "bf16" for m in (x, w, more))
-    R, Din = x.shape
-    if not (bf16 and 0 < R <= SOME_ROWS and _whole_words(x, w) and kernels.runs_here(hopper.FILE)):
-        return linear(x, w), linear(x, more, np.float32)
-    assert not isinstance(w, Fp8) and not isinstance(more, Fp8)
-    out, second = device.empty((R, len(w)), x.dtype), device.empty((R, len(more)), np.float32)
-    if whole.takes(R, Din):
-        whole.product(x, w, out, w_more=more, more=second)
-    else:
-        hopper.product(x, w, None, out, w_more=more, more=second)
+    rows: Any = x.rows if isinstance(x, Split) else x
+    bits = w.bits if isinstance(w, Fp8) else w
+    bf16 = all(not isinstance(m, Fp8) and device.c_type(m) == "bf16" for m in (rows, more))
+    fits = bf16 and device.c_type(bits) != "float" and _whole_words(rows, bits) and kernels.runs_here(hopper.FILE)
+    if isinstance(w, Fp8):
+        fits = fits and rows.flags.c_contiguous and len(rows) <= hopper_fp8.MOST_ROWS
+    if not (fits and 0 < len(rows) <= SOME_ROWS):
+        return linear(x, w), linear(rows, more, np.float32)
+    out, second = device.empty((len(rows), len(bits)), rows.dtype), device.empty((len(rows), len(more)), np.float32)
+    _on_hopper(x, w, out, w_more=more, more=second)
     return out, second
 
 
@@ -110,11 +125,11 @@ def head(x: Array, w: Array | Fp8, use: Array, allowed: Array | None, largest: A
         rows = linear(x, w)
         largest[use == 2] = [largest_of(row, allowed) for row in rows[use == 2]]
         return rows, largest
-    bits, scale = (w.bits, w.scale) if isinstance(w, Fp8) else (w, None)
+    bits = w.bits if isinstance(w, Fp8) else w
     if not (device.c_type(x) == "bf16" and len(x) and _whole_words(x, bits) and kernels.runs_here(hopper.FILE)):
         return linear(x, w, np.float32), None
     out = device.empty((len(x), len(bits)), np.float32)
-    _on_hopper(x, bits, scale, out, use=use, allowed=allowed, largest=largest)
+    _on_hopper(x, w, out, use=use, allowed=allowed, largest=largest)
     return out, largest
 
 
@@ -132,35 +147,6 @@ def largest_of(row: np.ndarray, allowed: np.ndarray | None = None) -> int:
     return rising << 32 | 0xFFFFFFFF - place
 
 
-def split_rows(x: Array) -> tuple[Array, Array]:
-    """x as two E4M3 numbers each: s x = hi + lo / 32, where s is a power of two for each row and 128 neighbours.
-
-    Tensor cores multiply E4M3 weights by such numbers as they lie, where bf16 x would have weights made bf16 first.
-    s makes the largest of the 128 at least 128 and less than 256; eight significant bits are four of hi and four of lo,
-    so nothing is lost of what is at least 2^-14 of it, and of the rest at most 2^-22 of it.
-
-    x: bf16 [R, Din] -> E4M3 [2 R, Din], hi of all rows and then lo; 1 / s, float32 [ceil(Din / 128), R and a few more],
-    NaN where x is not finite. On the GPU E4M3 is uint8."""
-    (R, Din), blocks = x.shape, -(-x.shape[1] // SCALED)
-    if device.on_gpu(x):
-        parts = device.empty((2 * R, Din), np.uint8)
-        inverse = device.empty((blocks, -(-R // 64) * 64), np.float32)
-        Ldx = x.strides[0] // x.itemsize if R > 1 else Din
-        sizes = {"R": R, "Ldx": Ldx, "Din": Din, "Blocks": blocks, "Pad": inverse.shape[1]}
-        args = {"x": x, "parts": parts, "inverse": inverse, **sizes}
-        kernels.launch("split_rows.cu", "split_rows", -(-R * blocks * 16 // 256), 256, args)
-        return parts, inverse
-    wide, e4m3 = np.zeros((R, blocks, SCALED), np.float32), device.dtype("fp8")
-    wide.reshape(R, -1)[:, :Din] = x
-    most = abs(wide).max(-1, keepdims=True)
-    exponent = np.maximum(np.frexp(most)[1], -118)
-    scaled = np.ldexp(wide, 8 - exponent)
-    hi = scaled.astype(e4m3)
-    lo = ((scaled - hi.astype(np.float32)) * 32).astype(e4m3)
-    inverse = np.where(np.isfinite(most), np.ldexp(np.float32(1), exponent - 8), np.nan)[..., 0].T
-    return np.concatenate([part.reshape(R, -1)[:, :Din] for part in (hi, lo)]), inverse.astype(np.float32)
-
-
 # ---- on the GPU ------------------------------------------------------------------------------------------------------
 
 FEW_ROWS, SOME_ROWS = 8, 128  # up to which linear_few and linear_rows are used; at most 8 and 512
@@ -170,24 +156,27 @@ STAGED = 96 * 1024  # bytes of x that linear_few keeps in shared memory, at most
 LARGE = 32768  # features from which k is not cut; a constant, since a row's bits depend on it
 
 
-def _linear_gpu(x: Array, w: Array | Fp8, dtype: Any, gated: bool = False) -> Array:
+def _linear_gpu(x: Array | Split, w: Array | Fp8, dtype: Any = None, gated: bool = False) -> Array:
     """The kernel by architecture, types, alignment and number of rows; nothing else decides. Gated: swiglu of it.
 
     The kernels read w before the kernels queued earlier are done: whatever makes weights is waited for once, at load.
     """
+    if isinstance(w, Fp8) and (isinstance(x, Split) or (splits(x, w) and _whole_words(x, w.bits))):
+        return _of_split(x if isinstance(x, Split) else split_rows(x), w, dtype, gated)
+    assert not isinstance(x, Split)
     bits, scale = (w.bits, w.scale) if isinstance(w, Fp8) else (w, None)
-    (R, Din), Dout = x.shape, bits.shape[0]
+    (R, Din), Dout, dtype = x.shape, bits.shape[0], x.dtype if dtype is None else dtype
     plain = device.c_type(x) != "bf16" or device.c_type(bits) == "float" or not _whole_words(x, bits)
     on_hopper = not plain and kernels.runs_here(hopper.FILE)
     many, few = R > SOME_ROWS, R <= FEW_ROWS or (R <= SOME_ROWS and Dout <= FEW_FEATURES)
-    one_launch = not (many and scale is not None) if on_hopper else few and not plain and Dout % 16 == 0
+    one_launch = on_hopper or (few and not plain and Dout % 16 == 0)
     if gated and not one_launch:
         return swiglu(_linear_gpu(x, w, dtype))
     out = device.empty((R, Dout // 2 if gated else Dout), dtype)
     if not out.size or (many and not plain and scale is None and not gated and blas(x, bits, out)):
         return out
     if on_hopper:
-        _on_hopper(x, bits, scale, out, gated=gated)
+        _on_hopper(x, bits, out, gated=gated)
         return out
     Ldx = x.strides[0] // x.itemsize if R > 1 else Din
     args = {"x": x, "w": bits, "scale": scale, "out": out, "R": R, "Ldx": Ldx, "Din": Din, "Dout": Dout}
@@ -204,13 +193,32 @@ def _linear_gpu(x: Array, w: Array | Fp8, dtype: Any, gated: bool = False) -> Ar
     return out
 
 
-def _on_hopper(x: Array, bits: Array, scale: Array | None, out: Array, **more: Any) -> None:
-    """hopper.product, of FP8 w with x split; few rows of bf16 w by whole.product, which gives the same bits."""
-    if scale is None and not more.keys() - {"gated"} and whole.takes(*x.shape):
-        whole.product(x, bits, out, **more)
+def _of_split(x: Split, w: Fp8, dtype: Any, gated: bool = False) -> Array:
+    """_linear_gpu, where x is split."""
+    R, Dout = len(x.parts) // 2, len(w.bits)
+    if gated and R > SOME_ROWS:
+        return swiglu(_of_split(x, w, dtype))
+    out = device.empty((R, Dout // 2 if gated else Dout), device.dtype("bf16") if dtype is None else dtype)
+    if out.size:
+        _on_hopper(x, w, out, gated=gated)
+    return out
+
+
+def _on_hopper(x: Array | Split, w: Array | Fp8, out: Array, **more: Any) -> None:
+    """The product by hopper, or of few rows, unless only the largest is asked for, by what gives the same bits."""
+    few = "largest" not in more
+    if isinstance(w, Fp8):
+        split = x if isinstance(x, Split) else split_rows(x)._replace(rows=x)
+        if few and len(out) <= hopper_fp8.MOST_ROWS:
+            hopper_fp8.product(split, w, out, **more)
+        else:
+            hopper.product(split.parts, w.bits, w.scale, out, inverse=split.inverse, **more)
         return
-    x, inverse = (x, None) if scale is None else split_rows(x)
-    hopper.product(x, bits, scale, out, inverse=inverse, **more)
+    assert not isinstance(x, Split)
+    if few and whole.takes(*x.shape):
+        whole.product(x, w, out, **more)
+    else:
+        hopper.product(x, w, None, out, **more)
 
 
 def _whole_words(x: Array, w: Array) -> bool:

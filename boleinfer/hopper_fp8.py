@@ -1,0 +1,88 @@
+"""Products with FP8 weights on sm_90a: rows split into E4M3 numbers, and the product of few (cuda/linear_fp8.cu)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from boleinfer import device, hopper, kernels
+from boleinfer.device import Array, Fp8, Split
+
+FILE = "linear_fp8.cu"
+MOST_ROWS = 8
+RANGES = 8  # of k
+MOST_FEATURES, MOST_TALL = 256, 272  # of a tile; rows of w in it
+RING = 200 * 1024  # bytes
+MOST_PLACES = 64
+SCALED = 128  # neighbours that share a scale
+
+
+def tile(width: int, slabs: int, processors: int) -> int:
+    """Features of a tile, of `width`, so that rounds are few and full; slabs: 2 where each feature takes two rows."""
+    rounds = 1
+    while True:
+        features = -(-width // (processors * rounds * 8)) * 8
+        if features <= MOST_FEATURES and slabs * features <= MOST_TALL:
+            return features
+        rounds += 1
+
+
+def product(
+    x: Split, w: Fp8, out: Array, gated: bool = False, w_more: Array | None = None, more: Array | None = None
+) -> None:
+    """out = x w^T; gated: of its halves silu(gate) * up.
+
+    w_more: bf16 [More, Din], and more = x w_more^T in float32, in the same launch, for which x has its rows
+    Rows of x and of w are whole 16-byte words at multiples of 16 bytes. Raises KernelError for what does not fit."""
+    (R, Din), Dout, slabs = (len(x.parts) // 2, x.parts.shape[1]), len(w.bits), 1 + gated
+    More, processors = 0 if w_more is None else len(w_more), device.multiprocessors()
+    features = tile(Dout // slabs, slabs, processors)
+    groups = 4 if slabs * features <= 64 else 2
+    place, sums = 128 * (slabs * features + 16) + 32, 4 * RANGES * R * slabs * features
+    depth = max(2, min((RING - sums) // place // groups, MOST_PLACES // groups, -(-Din // 128 // groups)))
+    tiles = -(-Dout // slabs // features) + -(-More // (-(-features // 16) * 8))
+    sizes = {"R": R, "Pad": x.inverse.shape[1], "Din": Din, "Dout": Dout, "More": More, "Depth": depth}
+    args = {"w": w.bits, "w_more": w_more, "x": x.parts, "x_more": None if w_more is None else x.rows}
+    args |= {"inverse": x.inverse, "scale": w.scale, "out": out, "more": more, **sizes}
+    kernels.launch(
+        FILE,
+        "linear_fp8",
+        min(processors, tiles),
+        192 * groups,
+        args,
+        shared=1024 + groups * depth * place + max(sums, 8192 - place),
+        constants={"Wt": "fp8", "Out": device.c_type(out), "Features": features, "Groups": groups, "Gated": int(gated)},
+    )
+
+
+def splits(x: Array, w: Array | Fp8) -> bool:
+    """Whether products of rows such as x with w are of split ones."""
+    fp8 = isinstance(w, Fp8) and device.on_gpu(x) and device.c_type(x) == "bf16" and len(x) > 0
+    return fp8 and w.bits.shape[1] % 16 == 0 and kernels.runs_here(hopper.FILE)
+
+
+def split_rows(x: Array) -> Split:
+    """x as two E4M3 numbers each: s x = hi + lo / 32, where s is a power of two for each row and 128 neighbours.
+
+    Tensor cores multiply E4M3 weights by such numbers as they lie, where bf16 x would have weights made bf16 first.
+    s makes the largest of the 128 at least 128 and less than 256; eight significant bits are four of hi and four of lo,
+    so nothing is lost of what is at least 2^-14 of it, and of the rest at most 2^-22 of it.
+
+    x: bf16 [R, Din] -> E4M3 [2 R, Din], hi of all rows and then lo; 1 / s, float32 [ceil(Din / 128), R and a few more],
+    NaN where x is not finite. On the GPU E4M3 is uint8."""
+    (R, Din), blocks = x.shape, -(-x.shape[1] // SCALED)
+    if device.on_gpu(x):
+        split = Split.empty(R, Din)
+        Ldx = x.strides[0] // x.itemsize if R > 1 else Din
+        sizes = {"R": R, "Ldx": Ldx, "Din": Din, "Blocks": blocks, "Pad": split.inverse.shape[1]}
+        args = {"x": x, "parts": split.parts, "inverse": split.inverse, **sizes}
+        kernels.launch("split_rows.cu", "split_rows", -(-R * blocks * 16 // 256), 256, args)
+        return split
+    wide, e4m3 = np.zeros((R, blocks, SCALED), np.float32), device.dtype("fp8")
+    wide.reshape(R, -1)[:, :Din] = x
+    most = abs(wide).max(-1, keepdims=True)
+    exponent = np.maximum(np.frexp(most)[1], -118)
+    scaled = np.ldexp(wide, 8 - exponent)
+    hi = scaled.astype(e4m3)
+    lo = ((scaled - hi.astype(np.float32)) * 32).astype(e4m3)
+    inverse = np.where(np.isfinite(most), np.ldexp(np.float32(1), exponent - 8), np.nan)[..., 0].T
+    return Split(np.concatenate([part.reshape(R, -1)[:, :Din] for part in (hi, lo)]), inverse.astype(np.float32))

@@ -1,0 +1,43 @@
+// bf16 numbers as two E4M3 numbers each, s x = hi + lo / 32 with a power of two s for each row and 128 neighbours.
+// Definition: split_rows in boleinfer/hopper_fp8.py.
+#pragma once
+
+#include "common.cuh"
+
+constexpr int SHARING = 128;  // neighbours with the same s
+
+// Rows that are split: hi of all R, then lo; 1 / s, NaN where x is not finite.
+struct SplitRows {
+  unsigned char* parts;  // [2 * R, Din]
+  float* inverse;        // [Din / 128, Pad]
+  int R, Din, Pad;
+
+  // x is N neighbours of `row` from k on; the lanes next to this one have the others that share s. By all lanes of a
+  // warp: those that have nothing to write bring zeros.
+  template <int N>
+  __device__ __forceinline__ void write(const Pack<bf16, N>& x, int row, int k, bool has = true) const {
+    float wide[N];
+    unsigned most = 0;  // bits of the largest |x|
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      wide[i] = to_float(x.v[i]);
+      most = max(most, __float_as_uint(wide[i]) & 0x7fffffffu);
+    }
+#pragma unroll
+    for (int lane = SHARING / N / 2; lane > 0; lane /= 2) most = max(most, __shfl_xor_sync(ALL_LANES, most, lane));
+    const int exponent = max((int)(most >> 23), 8);
+    const float s = __int_as_float((261 - exponent) << 23);
+    Pack<fp8, N> hi, lo;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      hi.v[i] = from_float<fp8>(wide[i] * s);
+      lo.v[i] = from_float<fp8>((wide[i] * s - to_float(hi.v[i])) * 32);
+    }
+    if (!has) return;
+    unsigned char* to = parts + (long long)row * Din + k;
+    memcpy(__builtin_assume_aligned(to, N), hi.v, N);
+    memcpy(__builtin_assume_aligned(to + (long long)R * Din, N), lo.v, N);
+    if (k % SHARING) return;
+    inverse[k / SHARING * Pad + row] = most >= 0x7f800000u ? nan() : __int_as_float((exponent - 7) << 23);
+  }
+};
