@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -16,10 +17,12 @@ LONG, SHORT = 200 * 1024, 106 * 1024  # bytes of a ring; two blocks with SHORT o
 LONG_FROM = 384 * 1024  # bytes that a block reads from which it has a LONG one
 MOST_DEPTH = 24  # places of a ring
 MOST_PROCESSORS = 144  # of a GPU of this architecture
+FOURS = 120  # blocks in clusters of four that an H200 runs at once
 QUICKEST = 1.2  # how much faster a multiprocessor reads than at its share of the bandwidth, when others are idle
 # What else costs time, in bytes of w that a multiprocessor could read meanwhile at its share
 OF_X, OF_SUMS = 0.45, 0.6  # a byte of x, and one of a part's sums, written or read
-TO_END, TO_JOIN = 25_000, 50_000  # a tile's end, joining parts
+TO_END, TO_JOIN, TO_MEET = 25_000, 50_000, 10_000  # a tile's end, joining parts, each more block of a cluster
+MEET_FROM = 64  # rows of x from which blocks form clusters: 32 rows took 0.5 to 1.3 us longer with them
 
 
 class Cut(NamedTuple):
@@ -28,15 +31,18 @@ class Cut(NamedTuple):
     groups:  warpgroups of a tile
     whole:   tiles with all of k
     parts:   into how many parts k of the others is cut
+    cluster: blocks that read x for one another; their tiles have the same k
     """
 
     groups: int
     whole: int
     parts: int
+    cluster: int = 1
 
     def tiles(self, *widths: int) -> int:
-        """Of matrices of so many rows each."""
-        return sum(-(-width // (64 * self.groups)) for width in widths)
+        """Of matrices of so many rows each; the last ones of a cluster may be empty."""
+        tiles = sum(-(-width // (64 * self.groups)) for width in widths)
+        return -(-tiles // self.cluster) * self.cluster
 
     def kept(self) -> int:
         """Sums of a cut tile: of its first part, and of each range behind it."""
@@ -52,31 +58,34 @@ class Cut(NamedTuple):
 
 
 @functools.cache
-def cut(widths: tuple[int, ...], row_bytes: int, rows: int, processors: int) -> Cut:
+def cut(widths: tuple[int, ...], row_bytes: int, rows: int, processors: int, together: int) -> Cut:
     """The cut that should take the least time; the bits of the results do not depend on it.
 
-    widths: rows of the matrices; row_bytes: of such a row; rows: of x in a tile
+    widths: rows of the matrices; row_bytes: of such a row; rows: of x in a tile; together: blocks that run at once
     Blocks take full rounds of tiles with all of k; k of the tiles left is cut so that each block has one piece more.
     """
 
     def cost(c: Cut) -> float:
         """Bytes that a multiprocessor could read meanwhile at its share of the bandwidth."""
-        w, x = 64 * c.groups * row_bytes, OF_X * rows * row_bytes
+        w, x = 64 * c.groups * row_bytes, OF_X * rows / c.cluster * row_bytes
         rounds, left = divmod(c.tiles(*widths), processors)
         at_the_end = max(w * left / processors, w / c.parts / QUICKEST) + x / c.parts if left else 0
         read_and_written = (c.kept() / c.ranks(rows) + RANGES / c.parts) * c.sum_bytes(rows)
         join = TO_JOIN + OF_SUMS * read_and_written if c.parts > 1 else 0
         ends = TO_END * (rounds + (left > 0))
-        return rounds * (w + x) + at_the_end + ends + join
+        return rounds * (w + x) + at_the_end + ends + join + TO_MEET * (c.cluster - 1)
 
     candidates = []
-    for groups in (3, 2, 1):
-        tiles = Cut(groups, 0, 1).tiles(*widths)
+    for groups, cluster in itertools.product((3, 2, 1), (1, 2, 4)):
+        tiles = Cut(groups, 0, 1, cluster).tiles(*widths)
         left = tiles % processors
-        candidates.append(Cut(groups, tiles, 1))
-        if left and row_bytes >= 128 * RANGES:
+        if cluster > 1 and (together < processors or processors % cluster or rows < MEET_FROM):
+            continue
+        if cluster < 4 or tiles <= FOURS:
+            candidates.append(Cut(groups, tiles, 1, cluster))
+        if left and cluster < 4 and row_bytes >= 128 * RANGES:
             even = [parts for parts in (2, 4, 8) if parts * left <= processors]  # each has as many ranges
-            candidates += [Cut(groups, tiles - left, parts) for parts in even]
+            candidates += [Cut(groups, tiles - left, parts, cluster) for parts in even]
     return min(candidates, key=cost)
 
 
@@ -105,9 +114,9 @@ def product(
     most = 64 if fp8 else 128
     rows = next(n for n in (8, 16, 32, 64, 128) if n >= min(R, most))
     row_tiles = -(-R // rows)
-    c = cut(widths, row_bytes, rows, processors)
+    c = cut(widths, row_bytes, rows, processors, device.blocks_together())
     if row_tiles > 1:
-        c = Cut(c.groups, c.tiles(*widths), 1)
+        c = Cut(c.groups, Cut(c.groups, 0, 1).tiles(*widths), 1)
     cut_tiles = c.tiles(*widths) - c.whole
     units = row_tiles * (c.whole + cut_tiles * c.parts)
     place = 8192 * c.groups + 128 * rows * (1 + fp8)
@@ -123,7 +132,7 @@ def product(
     arrays |= {"sums": sums, "tickets": tickets, "use": use, "allowed": allowed, "largest": largest, "inverse": inverse}
     sizes = {"R": R, "Xr": Xr, "Ldx": x.strides[0] // x.itemsize if Xr > 1 else Din, "Din": Din, "Width": len(in_turn)}
     sizes["Pad"] = 0 if inverse is None else inverse.shape[1]
-    sizes |= {"More": 0 if w_more is None else len(w_more), "Whole": c.whole, "Parts": c.parts}
+    sizes |= {"More": 0 if w_more is None else len(w_more), "Whole": c.whole, "Parts": c.parts, "Cluster": c.cluster}
     sizes |= {"Ranks": c.ranks(rows) if device.blocks_together() >= processors else 1, "Depth": depth}
     sizes |= {"Sums": 0 if sums is None else sums.size, "Tickets": 0 if tickets is None else tickets.size}
     tile: dict[str, int | str] = {"Rows": rows, "Groups": c.groups, "Gated": int(gated)}
@@ -134,6 +143,7 @@ def product(
         128 * (c.groups + 1),
         {**arrays, "out": out, "more": more, **sizes},
         shared=1024 + depth * place,
+        cluster=c.cluster,
         constants={"Wt": device.c_type(w), "Out": device.c_type(out), **tile},
     )
 

@@ -8,7 +8,8 @@
 // A tile of out is Rows rows and 64 rows of w for each of Groups warpgroups; for Gated those are rows of gate and of up in
 // turn. The tiles of w_more come behind those of w. The first Whole tiles of features are a unit each; the ranges of the
 // others are shared by Parts units. Of the warps that own the same features those Ranks that end last wait for one another
-// and join the sums of some rows each.
+// and join the sums of some rows each. Blocks of a cluster have the same k at the same time: each reads its share of the
+// rows of x for all of them. Its last tiles may lie behind the matrices, where zeros are read and nothing is written.
 //
 // Weights pass through L2 as what goes first, so that the codes and small arrays of all other kernels stay there: 0.8B's
 // step took 4 % longer without (H200, 2026-11-30).
@@ -17,7 +18,7 @@
 // each, and one that asks, the first thread of a warp for tiles of w and that of the next for x. Depth places of a ring
 // hold a chunk of w and x; it is filled with w before x is there.
 // shared: 1 KB + Depth * (8 KB * Groups + 128 bytes * Rows, twice for FP8); 640 bytes a warp. Read twice:
-// x, by every tile of features (L2), w by every tile of rows.
+// x, by every cluster (L2), w by every tile of rows.
 //
 // arch: 90a
 // spills: at 128 rows, once a tile, outside the loops: sums take nearly all registers
@@ -49,13 +50,13 @@ struct Unit {
 
 // All units, tiles of rows first.
 struct Units {
-  int row_tiles, whole, parts, count;
+  int row_tiles, whole, parts, cluster, count;
 
   __device__ __forceinline__ Unit operator[](int i) const {
     const int row = i % row_tiles * Rows, u = i / row_tiles;
     if (u < whole) return {row, u, 0, RANGES};
-    const int part = (u - whole) % parts;
-    return {row, whole + (u - whole) / parts, part * RANGES / parts, (part + 1) * RANGES / parts};
+    const int v = (u - whole) / cluster, part = v % parts;
+    return {row, whole + v / parts * cluster + (u - whole) % cluster, part * RANGES / parts, (part + 1) * RANGES / parts};
   }
 };
 
@@ -77,7 +78,7 @@ struct Ring {
   __device__ __forceinline__ char* w(int place) const { return x(place) + X_BYTES; }
 };
 
-// ask(unit, chunk, place) for all chunks of the block's units in order, each as soon as its place is empty.
+// ask(unit, chunk, turn) for all chunks of the block's units in order, each as soon as its place is empty.
 template <class Ask>
 __device__ __forceinline__ void fill(const Units& units, int chunks, const Ring& ring, int depth, Ask ask) {
   Turn turn{depth};
@@ -85,7 +86,7 @@ __device__ __forceinline__ void fill(const Units& units, int chunks, const Ring&
     const Unit unit = units[next];
     for (int chunk = range_start(unit.first, chunks); chunk < range_start(unit.last, chunks); chunk++, turn.advance()) {
       wait(ring.empty[turn.place], turn.parity ^ 1);
-      ask(unit, chunk, turn.place);
+      ask(unit, chunk, turn);
     }
   }
 }
@@ -276,7 +277,7 @@ struct Results {
 extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1) linear_hopper(
     const __grid_constant__ TensorMap<const Wt> w,  // [Width, 1 + Gated, Din] strides [Din, Width * Din, 1] box [64 * Groups / (1 + Gated), 1 + Gated]
     const __grid_constant__ TensorMap<const Wt> w_more,  // [More, 1, Din] box [64 * Groups, 1] or null
-    const __grid_constant__ TensorMap<const Wt> x,       // [Xr, Din] strides [Ldx, 1] box [Rows]
+    const __grid_constant__ TensorMap<const Wt> x,       // [Xr, Din] strides [Ldx, 1] box [Rows / Cluster]
     const float* inverse,           // [(Din + 127) / 128, Pad] or null; 1 / s of x, for FP8 w
     const float* __restrict__ scale,  // [((1 + Gated) * Width + 127) / 128, (Din + 127) / 128] or null; of FP8 w
     float* sums,         // [Sums] aligned 16 or null; of parts of tiles, lane by lane
@@ -295,37 +296,44 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
     int More,
     int Whole,
     int Parts,
+    int Cluster,
     int Ranks,
     int Depth,
     int Sums,
     int Tickets)
 {
   extern __shared__ uint4 dynamic[];
-  __shared__ Barrier full[MOST], empty[MOST];
+  __shared__ Barrier full[MOST], empty[MOST], room[MOST];  // room: in all blocks of the cluster
   __shared__ __align__(16) float turned[WARPS][8][20];  // rows, 16 features, not all in the same banks
   const Ring ring{reinterpret_cast<char*>(((unsigned long long)dynamic + 1023) / 1024 * 1024), full, empty};
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int chunks = (Din + K - 1) / K, row_tiles = (R + Rows - 1) / Rows;
-  const int w_tiles = (Width + RESULTS - 1) / RESULTS, tiles = w_tiles + (More + RESULTS - 1) / RESULTS;
-  const Units units{row_tiles, Whole, Parts, row_tiles * (Whole + (tiles - Whole) * Parts)};
+  const int w_tiles = (Width + RESULTS - 1) / RESULTS;
+  const int tiles = (w_tiles + (More + RESULTS - 1) / RESULTS + Cluster - 1) / Cluster * Cluster;  // the last may be empty
+  const Units units{row_tiles, Whole, Parts, Cluster, row_tiles * (Whole + (tiles - Whole) * Parts)};
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Depth; i++) make_barrier(full[i], 2), make_barrier(empty[i], WARPS);
+    for (int i = 0; i < Depth; i++) {
+      make_barrier(full[i], 2), make_barrier(empty[i], WARPS), make_barrier(room[i], Cluster);
+    }
     barriers_made();
   }
   __syncthreads();
+  if (Cluster > 1) cluster_arrive();
+  if (Cluster > 1 && warp != WARPS) cluster_wait();
 
   if (warp >= WARPS && HUNGRY) fewer_registers<32>();
   if (warp == WARPS) {
     if (lane) return;
     prefetch_map(w);
     const unsigned long long policy = row_tiles == 1 ? ONCE : KEPT;
-    fill(units, chunks, ring, Depth, [&](const Unit& unit, int chunk, int place) {
-      arrive_expecting(full[place], W_BYTES);
-      if (unit.tile < w_tiles) {
-        load_tile(ring.w(place), w, full[place], chunk * K, 0, unit.tile * RESULTS, policy);
+    fill(units, chunks, ring, Depth, [&](const Unit& unit, int chunk, const Turn& turn) {
+      Barrier& here = full[turn.place];
+      arrive_expecting(here, W_BYTES);
+      if (unit.tile < w_tiles || More == 0) {
+        load_tile(ring.w(turn.place), w, here, chunk * K, 0, unit.tile * RESULTS, policy);
       } else {
-        load_tile(ring.w(place), w_more, full[place], chunk * K, 0, (unit.tile - w_tiles) * RESULTS, policy);
+        load_tile(ring.w(turn.place), w_more, here, chunk * K, 0, (unit.tile - w_tiles) * RESULTS, policy);
       }
     });
     return;
@@ -334,12 +342,24 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
     if (lane) return;
     prefetch_map(x);
     after_previous();
-    fill(units, chunks, ring, Depth, [&](const Unit& unit, int chunk, int place) {
-      arrive_expecting(full[place], X_BYTES);
+    const int own = Cluster > 1 ? cluster_rank() * (Rows / Cluster) : 0;  // rows from here on are for all to load
+    fill(units, chunks, ring, Depth, [&](const Unit& unit, int chunk, const Turn& turn) {
+      Barrier& here = full[turn.place];
+      if (Cluster > 1) {
+        for (int rank = 0; rank < Cluster; rank++) arrive_at(room[turn.place], rank);
+        wait(room[turn.place], turn.parity);
+      }
+      arrive_expecting(here, X_BYTES);
 #pragma unroll
       for (int i = 0; i < X_TILES; i++) {
-        const int k = sizeof(Wt) == 2 ? i * 64 : 0, row = sizeof(Wt) == 1 ? i * R : 0;  // FP8: of hi, of lo
-        load_tile(ring.x(place) + i * X_TILE, x, full[place], chunk * K + k, unit.row + row);
+        const int k = chunk * K + (sizeof(Wt) == 2 ? i * 64 : 0);
+        const int row = unit.row + own + (sizeof(Wt) == 1 ? i * R : 0);  // FP8: of hi, of lo
+        char* const to = ring.x(turn.place) + i * X_TILE + own * ROW_BYTES;
+        if (Cluster > 1) {
+          load_tile_for_all(to, x, here, k, row, Cluster);
+        } else {
+          load_tile(to, x, here, k, row);
+        }
       }
     });
     return;
@@ -379,7 +399,7 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
         keep(sum, mine + (range - first_part + 1) * TO_NEXT);
       }
     }
-    if (unit.tile < Whole) {
+    if (unit.tile < Whole || Parts == 1) {
       results.put(total, turned[warp], unit.tile, unit.row, R);
       continue;
     }

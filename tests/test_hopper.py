@@ -20,14 +20,17 @@ PUBLISHED = [  # features, k, slabs: of the 0.8B, 4B, 9B and 27B sizes
     st.integers(1, 20_000),
     st.sampled_from([8, 16, 32, 64, 128]),
     st.integers(1, 144),
+    st.booleans(),
 )
 @settings(max_examples=200, deadline=None)
-def test_what_is_left_is_at_most_one_piece_a_block(widths, Din, rows, processors):
-    c = cut(tuple(widths), 2 * Din, rows, processors)
+def test_what_is_left_is_at_most_one_piece_a_block(widths, Din, rows, processors, together):
+    c = cut(tuple(widths), 2 * Din, rows, processors, processors if together else 1)
     tiles = c.tiles(*widths)
     assert 64 * c.groups * tiles >= sum(widths) and 1 <= c.groups <= 3
     assert 0 <= c.whole <= tiles and c.parts in (1, 2, 4, RANGES)
     assert (c.whole == tiles) == (c.parts == 1)
+    assert c.cluster == 1 or (together and rows >= 64 and tiles % c.cluster == 0)
+    assert c.cluster == 1 or processors % c.cluster == 0 or tiles * c.parts <= processors
     if c.parts > 1:
         assert c.whole % processors == 0 and (tiles - c.whole) * c.parts <= processors
         assert -(-Din // 64) >= RANGES  # no part without chunks
@@ -42,7 +45,7 @@ def test_parts_have_whole_ranges_and_the_first_one_adds_up_its_own():
 
 @pytest.mark.parametrize("width,Din,slabs", PUBLISHED)
 def test_blocks_of_published_sizes_have_little_more_than_their_share(width, Din, slabs):
-    c = cut((width * slabs,), 2 * Din, 8, 132)
+    c = cut((width * slabs,), 2 * Din, 8, 132, 132)
     rounds, left = divmod(c.tiles(width * slabs), 132)
     most = (rounds + (1 / c.parts if left else 0)) * 64 * c.groups * Din * 2
     assert most < max(1.4 * width * slabs * Din * 2 / 132, 160_000)
@@ -50,6 +53,7 @@ def test_blocks_of_published_sizes_have_little_more_than_their_share(width, Din,
 
 def test_tiles():
     assert Cut(3, 0, 2).tiles(12288) == 64 and Cut(3, 0, 2).tiles(12288, 64) == 65 and Cut(2, 0, 1).tiles(129) == 2
+    assert Cut(2, 100, 1, 4).tiles(12288, 64) == 100  # three of which are empty
 
 
 @pytest.mark.parametrize("width,slabs", [(w, s) for w, _, s in PUBLISHED if w < 200_000] + [(67584, 1), (2048, 1)])
