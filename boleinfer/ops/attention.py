@@ -141,7 +141,8 @@ def launch(
 
     if hopper:
         args |= end | {"out": out}
-        _launch_hopper(args, k_pages, v_pages, tiles, 1 if rows is not None else n / min(B, n), inputs)
+        each = n / min(B, n) if rows is None and inputs is None else 1
+        _launch_hopper(args, k_pages, v_pages, tiles, each, inputs)
         return out
 
     tile = 64 if act == "bf16" and rows is None and n * ratio > 32 * min(B, n) else 16
