@@ -75,6 +75,6 @@ def _launch(
     args |= {"R": R, "E": E, "A": A, "D": D, "F": F, "Slots": slots, "eps": r.eps, "norm_topk": norm_topk}
     x_bytes, place = _bytes(D, F, A, itemsize)
     constants: dict[str, int | str] = {"PerLane": per_lane(E, A), "Wt": device.c_type(bits(gate_up)), "Places": places}
-    nbytes, grid = x_bytes + places * place, device.blocks_together()
+    nbytes, grid = x_bytes + places * place, min(device.blocks_together(), E + 1)  # a score for each block
     kernels.launch(FILE, "few", grid, 32 * places, args, shared=nbytes, constants=constants)
     return out, h

@@ -3,22 +3,21 @@
 // and then sigmoid(score) times the shared expert's; bf16 h and x, bf16 or FP8 weights. Definitions: add_rms_norm in
 // boleinfer/ops/norms.py, route and moe in boleinfer/ops/moe.py. Sums in float32; hidden is rounded to bf16.
 //
-// grid: at most one block a multiprocessor, all there at once: they wait for one another's scores, and between the two
-// products. That they all come: each finds room on an empty multiprocessor; kernels before this one end without it, and
+// grid: at most one block a multiprocessor and one a score, all there at once: they wait for one another's scores, and between
+// the two products. That they all come: each finds room on an empty multiprocessor; kernels before this one end without it, and
 // give theirs back; blocks of the next one start when every block here has passed after_previous(), so they take nobody's
 // room; and a stream has the device to itself, since two such kernels side by side could each hold what the other waits for.
-// block: Places warps. All blocks make x and choose; each makes the scores of some experts. Then a warp has a place in
-// shared memory for a unit's weights: it asks for them, a run or two of rows, waits, multiplies, and asks for its next unit.
-// A unit is first two features of an expert, with their rows of gate and of up, from the third of a warp on for any warp
-// that is free (multiprocessors read at different speeds), and then 16 numbers of an expert's out, of which a block has all
-// experts. So memory is busy all the time: the shared expert's weights and the router are under way before h is there, and
-// those of the second product while others still make hidden. Rows of x that did not choose an expert are multiplied with
-// it all the same.
+// block: Places warps. All blocks make x and choose; each makes the scores of some experts. Then a warp has a place in shared
+// memory for a unit's weights: it asks for them, one or two runs of rows, waits, multiplies, and asks for its next unit. A unit is
+// first two features of an expert, with their rows of gate and of up, for any warp that is free (multiprocessors read at
+// different speeds), and then 16 numbers of an expert's out, of which a block has all experts. So memory is busy all the
+// time: the shared expert's weights and the router are under way before h is there, and those of the second product while
+// others still make hidden. Rows of x that did not choose an expert are multiplied with it all the same.
 // shared: 8 rows of x, Places places; 8 KB.
 // Read twice: stream, added, scores and hidden, by every block (L2).
 //
-// Nobody waits for a count of blocks: scores are 0 until they are there, and hidden is NOT_THERE, which a block that shows
-// a score has written to its part of it before.
+// Nobody waits for a count of blocks: scores are 0 until they are there, and hidden is NOT_THERE, which every block
+// writes to its part of it before it shows a score.
 //
 // It is long, since several launches would have to share the shared memory that keeps the stream of weights whole.
 //
@@ -26,19 +25,18 @@
 //
 // arch: 90, 100, 120
 // sizes: Wt=bf16 PerLane=8 Places=10 | Wt=fp8 PerLane=16 Places=12
-// spills: sm_90, bf16: one register, while 64 take what others write of hidden
+// spills: sm_100 and sm_120, bf16: four registers, while 64 take what others write of hidden
 #include "bulk.cuh"
 #include "moe_choice.cuh"
 #include "moe_units.cuh"
 
 constexpr int THREADS = WARP * Places;
-constexpr int HEIGHT = 16;             // numbers of out in a unit
-constexpr int N = 8, SPAN = WARP * N;  // numbers of a row that a lane, and a warp, has at a time
-constexpr int MOST_SPANS = 32;         // in a row: of the 1024 threads that norm it elsewhere each has one group of numbers
-constexpr int ROUTED = 8;              // warps among which moe_router.cu shares a row
-constexpr int SCORES = PerLane / 4;    // experts that a block scores at a time: its share where there are 128 blocks
-constexpr int SUMS = FEW_ROWS * SCORES;
-constexpr int AT_ONCE = 4;  // rows of h that are under way together
+constexpr int HEIGHT = 16;                // numbers of out in a unit
+constexpr int N = 8, SPAN = WARP * N;     // numbers of a row that a lane, and a warp, has at a time
+constexpr int MOST_SPANS = 32;            // in a row: a thread each of the 1024 that norm it elsewhere
+constexpr int ROUTED = 8;                 // warps among which moe_router.cu shares a row
+constexpr int SCORES = PerLane / 4;       // experts that a block scores at a time: those of an H200's share at once
+constexpr int AT_ONCE = 4;                // rows of h that are under way together
 
 enum { TAKEN, LEFT, KEYS = 4 };  // counters: units that were taken, blocks that take no more; then the scores
 
@@ -74,19 +72,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
   extern __shared__ uint4 dynamic[];
   __shared__ Barrier full[Places];
   __shared__ Choices<THREADS> choices;
-  __shared__ float squares[FEW_ROWS][MOST_SPANS], scale[FEW_ROWS], parts[ROUTED][SUMS];
-  __shared__ float turn_weight[FEW_ROWS * MOST_CHOSEN], shared_weight[FEW_ROWS];  // of a row's experts by rising index
+  __shared__ float squares[FEW_ROWS][MOST_SPANS], parts[ROUTED][FEW_ROWS * SCORES];
+  __shared__ float turn_weight[FEW_ROWS * MOST_CHOSEN];  // of a row's experts by rising index
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
   const int up_bytes = D * ITEM, down_bytes = F * ITEM, x_pitch = D * 2 + X_PAD;
   char* const xs = reinterpret_cast<char*>(dynamic);
   float* const y = reinterpret_cast<float*>(dynamic);  // [R*A + R][HEIGHT], the shared expert's last; when x is done with
   char* const place = xs + FEW_ROWS * max(x_pitch, (A + 1) * HEIGHT * 4) + warp * max(4 * up_bytes, HEIGHT * down_bytes);
 
-  if (lane == 0) {
-    make_barrier(full[warp], 1);  // nobody else's
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Places; i++) make_barrier(full[i], 1);
     barriers_made();
   }
-  __syncwarp();
+  choices.clear();
+  __syncthreads();
 
   // unit u of the first product is features f and f + 1 of slot u / each; 0 is the shared expert's, s + 1 that of of[s]
   const int each = F / 2, step = Places * gridDim.x;
@@ -126,27 +125,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
     if (warp < ROUTED) load_router(blockIdx.x, own_k);
     delta = load<N>(norm + own_k);
   }
-  choices.clear();
   after_previous();
 
-  // by blocks that show a score
-  const int empty = Slots * R * F / N, sharers = min((int)gridDim.x, E + 1);
-  const bool empties = blockIdx.x < sharers && (int)blockIdx.x * THREADS < empty;
-  if (empties) {
-    for (int i = blockIdx.x * THREADS + threadIdx.x; i < empty; i += sharers * THREADS) {
-      reinterpret_cast<uint4*>(hidden)[i] = make_uint4(NOT_THERE, NOT_THERE, NOT_THERE, NOT_THERE);
-    }
+  const int empty = Slots * R * F / N;  // words of hidden
+  for (int i = blockIdx.x * THREADS + threadIdx.x; i < empty; i += gridDim.x * THREADS) {
+    reinterpret_cast<uint4*>(hidden)[i] = make_uint4(NOT_THERE, NOT_THERE, NOT_THERE, NOT_THERE);
   }
 
   // h = stream + added, and its squares
   const auto x_at = [&](int r, int k) { return reinterpret_cast<bf16*>(xs + r * x_pitch) + k; };
   for (int s = warp; s < spans; s += Places) {
     const int k = s * SPAN + lane * N;
-    float square[FEW_ROWS] = {};
-#pragma unroll
-    for (int r0 = 0; r0 < FEW_ROWS; r0 += AT_ONCE) {
-      if (r0 >= R) break;
-      Pack<bf16, N> sum[AT_ONCE], more[AT_ONCE];
+#pragma unroll 1
+    for (int r0 = 0; r0 < R; r0 += AT_ONCE) {
+      Pack<bf16, N> sum[AT_ONCE] = {}, more[AT_ONCE] = {};
 #pragma unroll
       for (int i = 0; i < AT_ONCE; i++) {
         const int at = (r0 + i) * D + k;
@@ -156,21 +148,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
       for (int i = 0; i < AT_ONCE; i++) {
         const int r = r0 + i;
         if (r >= R) break;
+        float square = 0.0f;
 #pragma unroll
         for (int j = 0; j < N; j++) {
           sum[i].v[j] = from_float<bf16>(to_float(sum[i].v[j]) + to_float(more[i].v[j]));
-          square[r] = fmaf(to_float(sum[i].v[j]), to_float(sum[i].v[j]), square[r]);
+          square = fmaf(to_float(sum[i].v[j]), to_float(sum[i].v[j]), square);
         }
         store<N>(x_at(r, k), sum[i]);
-        if (r % gridDim.x == blockIdx.x) store<N>(h + r * D + k, sum[i]);
+        square = warp_sum(square);
+        if (lane == 0) squares[r][s] = square;
       }
     }
-    const float total = transposed_sum(square);
-    if (lane % (WARP / FEW_ROWS) == 0) squares[lane / (WARP / FEW_ROWS)][s] = total;
-  }
-  __syncthreads();
-  for (int r = warp; r < R; r += Places) {
-    scale[r] = 1.0f / sqrtf(warp_sum(lane < spans ? squares[r][lane] : 0.0f) / D + eps);
   }
   __syncthreads();
 
@@ -180,9 +168,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
     if (s != warp) delta = load<N>(norm + k);
 #pragma unroll 1
     for (int r = 0; r < R; r++) {
+      const float scale = 1.0f / sqrtf(warp_sum(lane < spans ? squares[r][lane] : 0.0f) / D + eps);
       auto x = load<N>(x_at(r, k));
+      if (r % gridDim.x == blockIdx.x) store<N>(h + r * D + k, x);
 #pragma unroll
-      for (int j = 0; j < N; j++) x.v[j] = from_float<bf16>(to_float(x.v[j]) * scale[r] * (1.0f + delta.v[j]));
+      for (int j = 0; j < N; j++) x.v[j] = from_float<bf16>(to_float(x.v[j]) * scale * (1.0f + delta.v[j]));
       store<N>(x_at(r, k), x);
     }
   }
@@ -193,8 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
   const int pitch = E / 4 * 4 + 4;
   for (int first = blockIdx.x; first <= E; first += SCORES * gridDim.x) {
     for (int v = warp; v < min(ROUTED, spans); v += Places) {
-      float score[SUMS] = {};
-#pragma unroll 1
+      float total[FEW_ROWS][SCORES] = {};
       for (int k = v * SPAN + lane * N; k < D; k += ROUTED * SPAN) {
         if (first != blockIdx.x || k != own_k) load_router(first, k);
 #pragma unroll
@@ -204,24 +193,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
 #pragma unroll
           for (int i = 0; i < SCORES; i++) {
 #pragma unroll
-            for (int j = 0; j < N; j++) {
-              score[r * SCORES + i] = fmaf(to_float(w[i].v[j]), to_float(x.v[j]), score[r * SCORES + i]);
-            }
+            for (int j = 0; j < N; j++) total[r][i] = fmaf(to_float(w[i].v[j]), to_float(x.v[j]), total[r][i]);
           }
         }
       }
-      const float part = transposed_sum(score);
-      if (lane % (WARP / SUMS) == 0) parts[v][lane / (WARP / SUMS)] = part;
+#pragma unroll
+      for (int r = 0; r < FEW_ROWS; r++) {
+        if (r >= R) break;
+#pragma unroll
+        for (int i = 0; i < SCORES; i++) {
+          const float part = warp_sum(total[r][i]);
+          if (lane == 0) parts[v][r * SCORES + i] = part;
+        }
+      }
     }
     __syncthreads();
     const int r = threadIdx.x / SCORES, e = first + threadIdx.x % SCORES * (int)gridDim.x;
     if (r < R && e <= E) {
       float score = 0.0f;
       for (int v = 0; v < min(ROUTED, spans); v++) score += parts[v][threadIdx.x];
-      if (empties) fence_device();
+      if (blockIdx.x * THREADS < empty) fence_device();
       *static_cast<volatile unsigned*>(keys + r * pitch + e) = ordered(score);
     }
-    if (first + SCORES * (int)gridDim.x <= E) __syncthreads();
+    __syncthreads();
   }
   choices.make<PerLane>(
       [&](int r, unsigned (&key)[PerLane]) {
@@ -261,7 +255,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
 
   const int units = slots * each;
   if (!early) unit < units ? ask(unit) : ask_down(warp);
-  int parity = 0, next = unit + step;  // a warp has two units beforehand, and then whichever is left
+  const auto take = [&] { return lane == 0 ? step + atomicAdd(counters + TAKEN, 1) : 0; };
+  int parity = 0, next = unit < units ? take() : units;
   const char* const x_row = xs + min(g, R - 1) * x_pitch;
   const char* const w_row = place + g % 4 * up_bytes + g / 4 * CHUNK * ITEM;
   for (; unit < units; parity ^= 1) {
@@ -274,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
     unit = __shfl_sync(ALL_LANES, next, 0);
     if (unit < units) {
       ask(unit);
-      if (lane == 0) next = 2 * step + atomicAdd(counters + TAKEN, 1);
+      next = take();
     } else {
       ask_down(warp);
     }
@@ -297,7 +292,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
   }
   const auto rank_of = [&](int r, int e) {  // of expert e among those of row r
     int rank = 0;
-#pragma unroll 1
     for (int p = r * A; p < r * A + A; p++) rank += choices.expert[p] < e;
     return rank;
   };
@@ -305,12 +299,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
     const int r = p / A;
     turn_weight[r * A + rank_of(r, choices.expert[p])] = choices.weight[p];
   }
-  if (threadIdx.x < R) {
+  const int r = threadIdx.x / HEIGHT, j = threadIdx.x % HEIGHT;  // of out
+  float share = 0.0f;
+  if (r < R) {
     unsigned key;
     do {
-      key = *static_cast<const volatile unsigned*>(keys + threadIdx.x * pitch + E);
+      key = *static_cast<const volatile unsigned*>(keys + r * pitch + E);
     } while (!key);
-    shared_weight[threadIdx.x] = sigmoid(unordered(key));
+    share = sigmoid(unordered(key));
   }
   __syncthreads();
   if (warp == Places - 1) {
@@ -320,13 +316,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
     }
   }
 
-#pragma unroll 1
   for (int i = 0, v = warp; i < own_tiles; i++) {
-#pragma unroll 1
     for (; v < (i + 1) * slots; v += Places, parity ^= 1) {
       const int slot = v % slots, e = slot ? choices.of[slot - 1] : -1;
       const unsigned who = slot ? choices.chosen_by[e] : (1u << R) - 1;
       const int own = who >> g & 1 ? g : __ffs(who) - 1;  // what the others give is not used
+      int to[2];  // in y, of the lane's columns
+#pragma unroll
+      for (int n = 0; n < 2; n++) {
+        const int row = 2 * t + n;
+        to[n] = who >> row & 1 ? (slot ? row * A + rank_of(row, e) : R * A + row) * HEIGHT + g : -1;
+      }
       float sum[PARTS][4] = {};
       multiply_tile(
           sum, hidden + ((long long)slot * R + own) * F, place + g * down_bytes, 8 * down_bytes, F, scales_next.x,
@@ -335,20 +335,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
       ask_down(v + Places);
 #pragma unroll
       for (int n = 0; n < 2; n++) {
-        const int row = 2 * t + n;
-        if (!(who >> row & 1)) continue;
-        float* const to = y + (slot ? row * A + rank_of(row, e) : R * A + row) * HEIGHT + g;
-        to[0] = sum[0][n] + sum[1][n] + sum[2][n] + sum[3][n];
-        to[8] = sum[0][2 + n] + sum[1][2 + n] + sum[2][2 + n] + sum[3][2 + n];
+        if (to[n] < 0) continue;
+        y[to[n]] = sum[0][n] + sum[1][n] + sum[2][n] + sum[3][n];
+        y[to[n] + 8] = sum[0][2 + n] + sum[1][2 + n] + sum[2][2 + n] + sum[3][2 + n];
       }
     }
     __syncthreads();
-    const int r = threadIdx.x / HEIGHT, j = threadIdx.x % HEIGHT;
     if (r < R) {
       float sum = 0.0f;
 #pragma unroll 4
       for (int p = r * A; p < r * A + A; p++) sum = fmaf(turn_weight[p], y[p * HEIGHT + j], sum);
-      sum = fmaf(shared_weight[r], y[(R * A + r) * HEIGHT + j], sum);
+      sum = fmaf(share, y[(R * A + r) * HEIGHT + j], sum);
       out[r * D + (i * gridDim.x + blockIdx.x) * HEIGHT + j] = from_float<bf16>(sum);
     }
     __syncthreads();

@@ -1,5 +1,4 @@
-// Products of a warp with what it has of an expert in shared memory, for moe_few.cu. Definition: moe in
-// boleinfer/ops/moe.py.
+// Products of a warp with what it has of an expert in shared memory, for moe_few.cu. Definition: moe in boleinfer/ops/moe.py.
 //
 // The order of sums is that of moe_experts.cu: chunks of k (linear.cuh) c, c + 4, c + 8, ... in turn, for c = 0 .. 3, and
 // then these four parts. A product with FP8 weights begins anew with each scale.
@@ -18,18 +17,19 @@ __device__ __forceinline__ int x_bytes(int half) {
   return ITEM == 2 ? threadIdx.x % 4 * 16 + half * 64 : threadIdx.x % 4 * 32 + half * 16;
 }
 
-// The lane's part of a row's chunk of weights for products 0 and 1, or 2 and 3: of each two numbers, and two 8 k further.
+// The lane's part of a row's chunk of weights: two numbers, and two 8 k further in the product, for each product.
 struct Weights {
-  unsigned pair[PRODUCTS / 2][2];
+  unsigned pair[PRODUCTS][2];
 
-  __device__ __forceinline__ Weights(const char* chunk, int half) {
+  __device__ __forceinline__ explicit Weights(const char* chunk) {
     const char* const own = chunk + threadIdx.x % 4 * 16;
     if constexpr (ITEM == 2) {
-      memcpy(pair, __builtin_assume_aligned(own + 64 * half, 16), 16);
+#pragma unroll
+      for (int half = 0; half < 2; half++) memcpy(pair[2 * half], __builtin_assume_aligned(own + 64 * half, 16), 16);
     } else {
-      const uint2 all = *reinterpret_cast<const uint2*>(own + 8 * half);
-      widen(all.x, pair[0][0], pair[0][1]);
-      widen(all.y, pair[1][0], pair[1][1]);
+      const uint4 all = *reinterpret_cast<const uint4*>(own);
+#pragma unroll
+      for (int i = 0; i < PRODUCTS; i++) widen(word(all, i), pair[i][0], pair[i][1]);
     }
   }
 };
@@ -49,18 +49,16 @@ __device__ __forceinline__ void multiply_two(float (&sum)[2][4], const char* x, 
       far[i / 2][i % 2] = *reinterpret_cast<const uint4*>(at + CHUNK * 2);
     }
     const char* const first = w + 4 * s * CHUNK * ITEM;
+    const Weights weights[2] = {Weights(first), Weights(first + 2 * CHUNK * ITEM)};
     float block[2][4] = {};
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const Weights weights[2] = {Weights(first, half), Weights(first + 2 * CHUNK * ITEM, half)};
+    for (int i = 0; i < PRODUCTS; i++) {
 #pragma unroll
-      for (int i = 0; i < PRODUCTS / 2; i++) {
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const uint4 &n = near[h][half], &f = far[h][half];
-          const unsigned a[4] = {word(n, 2 * i), word(f, 2 * i), word(n, 2 * i + 1), word(f, 2 * i + 1)};
-          mma_m16n8k16(ITEM == 2 ? sum[h] : block[h], a, weights[h].pair[i]);
-        }
+      for (int h = 0; h < 2; h++) {
+        const uint4 &n = near[h][i / 2], &f = far[h][i / 2];
+        const int j = i % 2 * 2;
+        const unsigned a[4] = {word(n, j), word(f, j), word(n, j + 1), word(f, j + 1)};
+        mma_m16n8k16(ITEM == 2 ? sum[h] : block[h], a, weights[h].pair[i]);
       }
     }
     if constexpr (ITEM == 1) {
@@ -81,20 +79,17 @@ __device__ __forceinline__ void multiply_step(
 #pragma unroll
   for (int c0 = 0; c0 < PARTS; c0 += 2) {
     const char* const first = w + (s * PARTS + c0) * CHUNK * ITEM;
-    const char* const next = first + CHUNK * ITEM;
+    const Weights low[2] = {Weights(first), Weights(first + CHUNK * ITEM)};
+    const Weights high[2] = {Weights(first + further), Weights(first + further + CHUNK * ITEM)};
     float block[2][4] = {};
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const Weights low[2] = {{first, half}, {next, half}}, high[2] = {{first + further, half}, {next + further, half}};
+    for (int j = 0; j < PRODUCTS; j++) {
 #pragma unroll
-      for (int j = 0; j < PRODUCTS / 2; j++) {
-#pragma unroll
-        for (int c = 0; c < 2; c++) {
-          const unsigned a[4] = {low[c].pair[j][0], high[c].pair[j][0], low[c].pair[j][1], high[c].pair[j][1]};
-          const uint4& v = xs[2 * (c0 + c) + half];
-          const unsigned b[2] = {word(v, 2 * j), word(v, 2 * j + 1)};
-          mma_m16n8k16(ITEM == 2 ? sum[c0 + c] : block[c], a, b);
-        }
+      for (int c = 0; c < 2; c++) {
+        const unsigned a[4] = {low[c].pair[j][0], high[c].pair[j][0], low[c].pair[j][1], high[c].pair[j][1]};
+        const uint4& v = xs[2 * (c0 + c) + j / 2];
+        const unsigned b[2] = {word(v, j % 2 * 2), word(v, j % 2 * 2 + 1)};
+        mma_m16n8k16(ITEM == 2 ? sum[c0 + c] : block[c], a, b);
       }
     }
     if constexpr (ITEM == 1) {
@@ -110,23 +105,21 @@ __device__ __forceinline__ void multiply_step(
 
 // Whether one of these words is.
 __device__ __forceinline__ bool missing(const uint4& v) {
-  return max(max(v.x, v.y), max(v.z, v.w)) == NOT_THERE;
+  return v.x == NOT_THERE || v.y == NOT_THERE || v.z == NOT_THERE || v.w == NOT_THERE;
 }
 
-// sum[c]: part c of [16 rows of weights] [x]^T. x: the lane's row g, in memory, read again until all of it is there; w: its
-// rows g and, `further`, g + 8. here(): waits for the weights. scale: of 128 k number `lane`.
+// sum[c]: part c of [16 rows of weights] [x]^T. x: the lane's row g, in memory, read until it is there; w: its rows g and,
+// `further`, g + 8. here(): waits for the weights. scale: of 128 k number `lane`.
 template <class Here>
 __device__ __forceinline__ void multiply_tile(
     float (&sum)[PARTS][4], const bf16* x, const char* w, int further, int K, float scale, Here here) {
   constexpr int STEPS = 2, WORDS = STEPS * PARTS * 2;  // that are under way together
 #pragma unroll 1
-  for (int s = 0; s < K / STEP; s += STEPS) {
+  for (int s0 = 0; s0 < K / STEP; s0 += STEPS) {
     uint4 xs[WORDS];
-    const auto at = [&](int i) { return x + (s * PARTS + i / 2) * CHUNK + x_bytes(i % 2) / 2; };
+    const auto at = [&](int i) { return x + (s0 * PARTS + i / 2) * CHUNK + x_bytes(i % 2) / 2; };
 #pragma unroll
-    for (int i = 0; i < WORDS; i++) {
-      xs[i] = s * PARTS + i / 2 < K / CHUNK ? read_live(at(i)) : make_uint4(0, 0, 0, 0);
-    }
+    for (int i = 0; i < WORDS; i++) xs[i] = s0 + i / PARTS / 2 < K / STEP ? read_live(at(i)) : make_uint4(0, 0, 0, 0);
     const auto some_missing = [&] {
       bool any = false;
 #pragma unroll
@@ -139,10 +132,10 @@ __device__ __forceinline__ void multiply_tile(
         if (missing(xs[i])) xs[i] = read_live(at(i));
       }
     }
-    if (s == 0) here();
+    if (s0 == 0) here();
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
-      if (s + i < K / STEP) multiply_step(sum, xs + i * PARTS * 2, w, further, s + i, scale);
+      if (s0 + i < K / STEP) multiply_step(sum, xs + i * PARTS * 2, w, further, s0 + i, scale);
     }
   }
 }
