@@ -18,13 +18,13 @@ from tests.emulator import emulated
 def test_names_choose_ops_and_files():
     assert {r.op for r in run_checks(["rms_"])} == {op for op in norms.CASES if "rms_" in op}
     assert {r.op for r in run_checks(["norms"])} == set(norms.CASES)
-    assert {r.op for r in run_checks(["swiglu", "embed"])} == {"swiglu", "embedding"}
+    assert {r.op for r in run_checks(["swiglu", "embed"])} == {"swiglu", "embedding", "token_inputs"}
     with pytest.raises(UsageError, match="no op is called like 'flash'; there are .*rms_norm"):
         list(run_checks(["norms", "flash"]))
 
 
 def test_every_op_file_is_found():
-    assert {f.__name__.rpartition(".")[2] for f in op_files()} >= {"attention", "gdn", "linear", "moe", "rope"}
+    assert {f.__name__.rpartition(".")[2] for f in op_files()} >= {"attention", "gdn", "linear", "moe", "norms"}
 
 
 def test_a_right_op_has_an_error_a_bound_and_a_time():

@@ -133,7 +133,7 @@ def test_chat_with_the_bundled_model():
 
 
 def test_check_runs_the_ops_that_are_named():
-    done = boleinfer("check", "rms_norm", "rope")
+    done = boleinfer("check", "rms_norm", "swiglu")
     assert done.returncode == 0 and b"rms_norm" in done.stdout and b"0 wrong" in done.stdout, done.stdout.decode()
     assert b"gdn" not in done.stdout
     unknown = boleinfer("check", "no_such_op")
