@@ -54,9 +54,12 @@ def here(gpu):
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 @pytest.mark.parametrize("R,D,E,F,A", SIZES)
-def test_it_has_the_bits_of_the_ops(kind, R, D, E, F, A):
+def test_it_has_the_bits_of_the_ops(gpu, kind, R, D, E, F, A):
+    emulated, numbers = gpu != "cuda", D * E * F
+    if emulated and (numbers > 1e7 and gpu != "forward" or numbers > 1e8 and kind == "fp8"):
+        pytest.skip("takes many seconds on the emulator: there in one order only, and the largest in one type")
     given = arguments(R, D, E, F, kind, unused=[2] if R > 2 else ())
-    for norm_topk in (True, False):
+    for norm_topk in (True,) if emulated and numbers > 1e7 else (True, False):
         few = run(*given[:2], A, given[2], norm_topk)
         assert same(few, run(*given[:2], A, given[2], norm_topk, alone=False))
 
