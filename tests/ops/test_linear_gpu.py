@@ -56,6 +56,8 @@ def got(x, w, dtype=np.float32):
 @pytest.mark.parametrize("kind", ["bf16", "fp8", "float"])
 @pytest.mark.parametrize("R", ROWS)
 def test_every_number_of_rows(gpu, family, R, kind):
+    if gpu == "random" and R not in (1, 9, 33, 128, 129):
+        pytest.skip("there in one order of threads only")
     x, w, plain = made(R, 1040 if R < 129 else 208, (145, 290)[R % 2], kind, R)
     expected = x.astype(np.float64) @ plain.T
     assert relative_error(got(x, w), expected) < sums_bound(kind, gpu, family)
@@ -65,8 +67,8 @@ def test_every_number_of_rows(gpu, family, R, kind):
 @pytest.mark.parametrize("kind", ["bf16", "fp8", "float"])
 @pytest.mark.parametrize("Din,Dout", [(16, 1), (48, 16), (272, 33), (1296, 260), (144, 17000)])
 def test_a_row_has_the_bits_it_has_alone(gpu, Din, Dout, kind):
-    if (gpu == "random" and Dout > 200 and kind == "fp8") or (gpu != "cuda" and Dout > 9999 and kind == "float"):
-        pytest.skip("too slow on the emulator, or there in one order only")
+    if gpu != "cuda" and (Dout > 9999 and kind != "bf16" or gpu == "random" and Dout > 200 and kind == "fp8"):
+        pytest.skip("takes many seconds on the emulator")
     x, w, _ = made(128, Din, Dout, kind)
     together = got(x, w)
     for rows in SOME if Dout < 9999 or gpu == "cuda" else (8, 9):
