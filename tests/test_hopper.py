@@ -48,7 +48,8 @@ def test_blocks_of_published_sizes_have_little_more_than_their_share(width, Din,
     c = cut((width * slabs,), 2 * Din, 8, 132, 132)
     rounds, left = divmod(c.tiles(width * slabs), 132)
     most = (rounds + (1 / c.parts if left else 0)) * 64 * c.groups * Din * 2
-    assert most < max(1.4 * width * slabs * Din * 2 / 132, 160_000)
+    alone = rounds == 0 and c.parts == 1  # multiprocessors without a tile leave their bandwidth to the others
+    assert most < max((1.4 if alone else 1.25) * width * slabs * Din * 2 / 132, 160_000)
 
 
 def test_tiles():
