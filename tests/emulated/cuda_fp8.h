@@ -28,10 +28,10 @@ struct __nv_fp8_e4m3 {
     }
   }
   explicit operator float() const {
-    const int exponent = __x >> 3 & 15, mantissa = __x & 7;
+    const unsigned exponent = __x >> 3 & 15, mantissa = __x & 7;
     const float size = (__x & 0x7f) == 0x7f ? __int_as_float(0x7fc00000)
-                       : exponent          ? ldexpf(8.0f + mantissa, exponent - 10)
-                                           : ldexpf(float(mantissa), -9);
+                       : exponent          ? __uint_as_float((exponent + 120) << 23 | mantissa << 20)
+                                           : mantissa * 0x1p-9f;
     return __x & 0x80 ? -size : size;
   }
   explicit operator __nv_bfloat16() const { return __nv_bfloat16(float(*this)); }

@@ -19,6 +19,8 @@ void meet(Exchange& own) {
   }
   threads[current].exchange = &own;
   threads[current].state = IN_WARP;
+  int& waiting = in_warp[current / 32];
+  if (++waiting < __builtin_popcount(own.mask)) return leave();
   Exchange* lanes[32];
   for (int i = 0; i < 32; i++) {
     if (!(own.mask >> i & 1)) continue;
@@ -28,6 +30,7 @@ void meet(Exchange& own) {
     if (!same) return leave();
   }
   own.resolve(lanes, own.mask);
+  waiting -= __builtin_popcount(own.mask);
   for (int i = 0; i < 32; i++) {
     if (own.mask >> i & 1) threads[first + i].state = READY;
   }
@@ -145,27 +148,29 @@ void deliver(int* barrier) {
   }
 }
 
-// Row `row` of a tile, its 16 numbers number `step`.
-void read_tile(unsigned short (&to)[16], const char* tile, int apart, int row, int step) {
-  for (int half = 0; half < 2; half++) {
-    const int unit = (2 * step + half) ^ row % 8;
-    memcpy(to + 8 * half, tile + row / 8 * apart + 128 * (row % 8) + 16 * unit, 16);
+// Row `row` of a tile, its 32 bytes number `step`: 16 numbers of bf16, or 32 of FP8.
+void read_tile(float (&to)[32], const char* tile, int apart, int row, int step, bool e4m3) {
+  const char* begin = tile + row / 8 * apart + 128 * (row % 8);
+  for (int i = 0; i < 16; i++) {
+    unsigned short pair;
+    memcpy(&pair, begin + 16 * ((2 * step + i / 8) ^ row % 8) + 2 * (i % 8), 2);
+    if (e4m3) {
+      to[2 * i] = of_fp8(pair), to[2 * i + 1] = of_fp8(pair >> 8);
+    } else {
+      to[i] = low(pair);
+    }
   }
 }
 
-// Number k of 32 of FP8.
-float narrow(const unsigned short (&pairs)[16], int k) { return of_fp8(pairs[k / 2] >> k % 2 * 8 & 0xff); }
-
 void multiply(const Wgmma& p, float* d) {
-  const int lane = current % 32, first = current / 32 % 4 * 16 + lane / 4;
-  unsigned short a[2][16], b[16];
-  for (int i = 0; i < 2; i++) read_tile(a[i], p.a, p.a_apart, first + 8 * i, p.step);
+  const int lane = current % 32, first = current / 32 % 4 * 16 + lane / 4, n = p.e4m3 ? 32 : 16;
+  float a[2][32], b[32];
+  for (int i = 0; i < 2; i++) read_tile(a[i], p.a, p.a_apart, first + 8 * i, p.step, p.e4m3);
   for (int j = 0; j < p.numbers / 2; j++) {
-    read_tile(b, p.b, p.b_apart, j / 2 * 8 + 2 * (lane % 4) + j % 2, p.step);
+    read_tile(b, p.b, p.b_apart, j / 2 * 8 + 2 * (lane % 4) + j % 2, p.step, p.e4m3);
     for (int i = 0; i < 2; i++) {
       float& sum = d[j / 2 * 4 + 2 * i + j % 2];
-      for (int k = 0; k < 16 && !p.e4m3; k++) sum += low(a[i][k]) * low(b[k]);
-      for (int k = 0; k < 32 && p.e4m3; k++) sum += narrow(a[i], k) * narrow(b, k);
+      for (int k = 0; k < n; k++) sum += a[i][k] * b[k];
     }
   }
 }

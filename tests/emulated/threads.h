@@ -94,6 +94,7 @@ struct Thread {
 };
 
 Thread threads[MOST];
+int in_warp[MOST / 32];  // lanes of each warp that wait for others of it
 std::vector<Box> boxes;
 char* stacks;
 int count, current;
@@ -328,6 +329,7 @@ void run_block() {
     threads[t].held.clear();
     threads[t].begun = false;
   }
+  memset(in_warp, 0, sizeof in_warp);
   boxes.clear();
   int warps[MOST / 32];
   const int n = (count + 31) / 32;

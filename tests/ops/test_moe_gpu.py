@@ -18,20 +18,23 @@ def upload(value):
 
 
 def quantised(w):
-    """Fp8 of float [E, Dout, Din] on the host, and what it stands for in float64."""
+    """Fp8 of float32 [E, Dout, Din] on the host, and what it stands for in float64."""
     E, Dout, Din = w.shape
     scale = np.random.default_rng(Din).uniform(0.5, 2, (E, -(-Dout // 128), -(-Din // 128))).astype(np.float32) / 256
-    whole = np.repeat(np.repeat(scale, 128, 1), 128, 2)[:, :Dout, :Din].astype(np.float64)
-    bits = np.clip(w / whole, -448, 448).astype(np.float32).astype(device.dtype("fp8"))
-    return Fp8(bits, scale), bits.astype(np.float64) * whole
+    whole = np.repeat(np.repeat(scale, 128, 1), 128, 2)[:, :Dout, :Din]
+    bits = np.clip(w / whole, -448, 448).astype(device.dtype("fp8"))
+    return Fp8(bits, scale), bits.astype(np.float64) * whole.astype(np.float64)
 
 
 def layer(R, D, E, F, kind, seed=0):
     """x, router, gate_up, down for the GPU on the host, and the same in float64; kind: bf16, float or fp8."""
     rng = np.random.default_rng(seed)
     act = device.dtype("float" if kind == "float" else "bf16")
-    x, router = rng.standard_normal((R, D)).astype(act), (rng.standard_normal((E, D)) / np.sqrt(D)).astype(act)
-    gate_up, down = rng.standard_normal((E, 2 * F, D)) / np.sqrt(D), rng.standard_normal((E, D, F)) / np.sqrt(F)
+    x, router, gate_up, down = (
+        rng.standard_normal(shape, np.float32) / (shape[-1] if w else 1) ** 0.5
+        for w, shape in enumerate([(R, D), (E, D), (E, 2 * F, D), (E, D, F)])
+    )
+    x, router = x.astype(act), router.astype(act)
     if kind == "fp8":
         (gate_up, wide_up), (down, wide_down) = quantised(gate_up), quantised(down)
     else:
