@@ -122,6 +122,53 @@ def test_logprobs_are_of_the_step_that_ran(tmp_path, gpu):
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.parametrize("draft", ["none", "mtp", "auto"])
+def test_f38_fills_the_context_exactly(tmp_path, gpu, draft):
+    """Also where steps go on by themselves, and where drafts are cut at the end."""
+    folder, limit = plausible_checkpoint(tmp_path, "qwen3_5"), 57
+    to_the_end = SamplingParams(
+        temperature=0, max_tokens=None, ignore_eos=True, logit_bias=dict.fromkeys(range(5), 9.0)
+    )
+    texts = [(prompts()[2] * 2)[:n] for n in (45, 55, 56)]
+    want = finish(engine_of(load(folder), limit=limit), [request_of(p, to_the_end, limit) for p in texts])
+    requests = [request_of(p, to_the_end, limit) for p in texts]
+    assert finish(cuda_engine(folder, draft), requests) == want
+    assert [(len(r.tokens), r.finish_reason) for r in requests] == [(limit, "length")] * 3
+
+
+def test_f50_a_failed_step_changes_nothing(tmp_path, gpu, monkeypatch):
+    """Memory that runs out in the third piece of a long prompt, beside a request that decodes and drafts."""
+    folder = plausible_checkpoint(tmp_path, "qwen3_5")
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    texts = prompts()[1:]
+    want = finish(engine_of(load(folder)), [request_of(p, greedy) for p in texts])
+    engine = cuda_engine(folder, "auto", max_rows=16)
+    engine.executor.runner = Eager()  # where a step is a graph nothing can run out
+    requests = [request_of(p, greedy) for p in texts]
+    for request in requests:
+        engine.add(request)
+    for _ in range(2):
+        engine.step()
+    state, honest = engine.state, type(engine.executor.model).forward
+
+    def fails(*args):
+        honest(*args)
+        raise MemoryError("injected")
+
+    def seen():
+        lengths = device.download(engine.executor._slots.length), device.download(state.ring_length)
+        return [(r.committed, len(r.tokens)) for r in requests], state.pages.free, [a.tolist() for a in lengths]
+
+    before = seen()
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(type(engine.executor.model), "forward", fails)
+        engine.step()
+    assert seen() == before and 0 < requests[1].committed < len(texts[1])
+    while engine.busy:
+        engine.step()
+    assert [r.generated for r in requests] == want
+
+
 def test_ways_to_draft_may_change_at_any_step(tmp_path, gpu):
     folder = plausible_checkpoint(tmp_path, "qwen3_5")
     greedy = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
