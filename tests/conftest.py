@@ -7,14 +7,14 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several test processes on few cores
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from boleinfer import kernels, nvrtc
 from tests import emulator, tiny
 
-settings.register_profile("ci", derandomize=True)  # CI judges a change, not the luck of new inputs; others explore
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a machine may be busy
+settings.register_profile("ci", settings.get_profile("here"), derandomize=True)  # the change is judged, not new inputs
+settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
 @pytest.fixture(scope="session")

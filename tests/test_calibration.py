@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from boleinfer.draft.calibration import Calibration
@@ -19,7 +19,6 @@ SAID = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(SAID, st.integers(0, 5)), min_size=1, max_size=20))
 def test_probabilities_are_probabilities_whatever_was_said_and_came(sightings):
     calibration = Calibration()

@@ -67,7 +67,7 @@ def parameters(draw):
 
 
 @given(st.lists(parameters(), min_size=1, max_size=6), st.booleans(), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_parameters_are_read_as_they_are_written(params, own_line, blank):
     names = [f"{re.split(r'[ *]', code)[-1]}{i}" for i, (code, *_) in enumerate(params)]
     lines = []
@@ -90,7 +90,7 @@ def test_parameters_are_read_as_they_are_written(params, own_line, blank):
 
 
 @given(expressions, st.lists(st.integers(0, 10**6), min_size=len(LETTERS), max_size=len(LETTERS)))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_sizes_are_computed_with_integers(expression, values):
     (dim,) = one(f"float* x // [{expression}]").shape
     sizes = dict(zip(LETTERS, values))

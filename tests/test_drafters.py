@@ -70,7 +70,7 @@ def test_the_ids_are_plain_decodings(model, small, name, params):
         assert sum(r.stats.drafted for r in requests) > 0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.sampled_from(EVERY),
     st.builds(Limits, nodes=st.integers(0, 9), depth=st.integers(0, 6), min_prob=st.sampled_from([0.0, 0.3])),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from boleinfer.draft.base import Limits
@@ -116,7 +116,7 @@ PARAMS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(
     params=st.lists(PARAMS, min_size=1, max_size=4),
     draft=st.sampled_from(["ngram", "mtp", "auto", "script"]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from boleinfer.draft import graft
@@ -49,7 +49,6 @@ def step(drafter: GraftedDrafter, req, came: list[int], limits: Limits = LIMITS)
     return tree
 
 
-@settings(deadline=None)
 @given(trees(), trees(), st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(0, 30), st.integers(0, 6))
 def test_every_node_of_all_is_in_it_once_as_far_as_limits_allow(one, two, text, nodes, depth):
     scripted = [ScriptedDrafter(lambda r, t=t: t) for t in (one, two)]

@@ -22,7 +22,7 @@ PUBLISHED = [  # features, k, slabs: of the 0.8B, 4B, 9B and 27B sizes
     st.integers(1, 144),
     st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_what_is_left_is_at_most_one_piece_a_block(widths, Din, rows, processors, together):
     c = cut(tuple(widths), 2 * Din, rows, processors, processors if together else 1)
     tiles = c.tiles(*widths)

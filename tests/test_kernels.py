@@ -185,7 +185,7 @@ def test_shared_memory_is_permitted_once(gpu, mix):
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_one_extent_that_is_off_is_found(tmp_path_factory, R, Hk, Hv, data):
     file = tmp_path_factory.getbasetemp() / "extents.cu"
     file.write_text(MIX)

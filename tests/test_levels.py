@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from boleinfer.draft import levels
@@ -45,7 +45,6 @@ def grow(shape: Levels, limits: list[Limits], seed: int = 0):
     return shape.grow(limits, look), passes
 
 
-@settings(deadline=None)
 @given(
     st.builds(Levels, st.integers(1, 4), st.integers(1, 4), st.integers(1, 5)),
     st.lists(st.builds(Limits, st.integers(0, 9), st.integers(0, 6), st.sampled_from([0.0, 0.1])), max_size=4),

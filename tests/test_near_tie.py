@@ -47,7 +47,7 @@ CUTS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(CUTS, st.integers(0, 10**6), st.floats(0, 0.3))
 def test_no_smaller_move_gives_another_token(params, seed, size):
     """Whatever token comes out once every logit has moved by at most `size`, its gap is at most twice that."""

@@ -15,7 +15,7 @@ from boleinfer.forest import Tree
 from boleinfer.sampling import BrokenLogits, Sampler, SamplingParams, TokenHistory, accept, new_seed, philox, uniform
 from tests.exact import slow_distribution
 
-QUICK = settings(max_examples=150, deadline=None)
+QUICK = settings(max_examples=150)
 
 
 def make(vocab=8, prompt=(1, 2, 2), ends=(0,), allowed=None, seed=7, choice=0, **params):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from boleinfer.draft.base import Limits
@@ -51,7 +51,6 @@ def by_hand(tokens: list[int]) -> dict[int, float]:
     return prob
 
 
-@settings(deadline=None)
 @given(TEXTS)
 def test_children_are_what_counting_gives(tokens):
     trie = SuffixTrie()
@@ -61,7 +60,6 @@ def test_children_are_what_counting_gives(tokens):
     assert trie.children(trie.ending) == pytest.approx(want)
 
 
-@settings(deadline=None)
 @given(TEXTS, st.lists(st.integers(0, 3), max_size=5))
 def test_a_path_is_read_as_if_it_had_been_written(tokens, path):
     """The runs that a path ends with are those of the text: the path itself is no text yet."""
@@ -85,7 +83,6 @@ def _stands(tokens: list[int], part: list[int]) -> bool:
     return any(tokens[i : i + len(part)] == part for i in range(len(tokens) - len(part) + 1))
 
 
-@settings(deadline=None)
 @given(TEXTS, st.integers(0, 5), st.integers(0, 8), st.sampled_from([0.0, 0.1, 0.5]))
 def test_trees_are_valid_and_within_their_limits(tokens, depth, nodes, least):
     tree = propose(tokens, Limits(nodes=nodes, depth=depth, min_prob=least))
@@ -159,7 +156,6 @@ def test_earlier_answers_are_looked_up_and_do_not_run_into_each_other():
         assert tree.token.tolist() == following and tree.is_chain
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=30), max_size=12), st.integers(1, 60))
 def test_of_earlier_answers_only_so_much_is_kept(answers, most):
     drafter = EarlierDrafter(most)

@@ -190,7 +190,7 @@ FRAGMENTS = [*SPECIAL, *PLAIN, "<", "<|", "<|im_", "im_end|>", "end|>", "|>", "|
 PIECES = st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     content=st.one_of(PIECES, st.lists(PIECES.map(lambda t: {"type": "text", "text": t}), max_size=5)), arguments=PIECES
 )
@@ -206,7 +206,7 @@ def test_f42_no_control_id_comes_from_the_messages(folder, ours, content, argume
     ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(content=PIECES)
 def test_f42_forged_text_is_still_there(ours, content):
     """The model reads the same characters: only their ids are those of ordinary text."""

@@ -66,7 +66,7 @@ def test_truncation_and_padding_settings_are_not_obeyed(tmp_path):
     assert len(Tokenizer.from_folder(tmp_path).encode("one two three four five six")) > 3
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ids=st.lists(st.integers(0, 530), max_size=40))
 def test_stream_equals_decode_for_any_ids(ours, theirs, ids):
     """Random ids are mostly broken UTF-8; special, padded and unknown ids are among them."""
@@ -76,7 +76,7 @@ def test_stream_equals_decode_for_any_ids(ours, theirs, ids):
     assert ours.decode(known) == theirs.decode(known, skip_special_tokens=True) == ours.decode(ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
 def test_stream_never_emits_half_a_character(ours, text):
     import unicodedata

@@ -66,7 +66,7 @@ def random_rows(rng, R, Hq, Hkv, Dh, dtype):
     return tuple(rng.standard_normal((R, H, Dh)).astype(dtype) for H in (Hq, Hq, Hkv, Hkv))
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(data=st.data(), seed=some.seeds, dtype=some.dtypes, Hkv=st.integers(1, 2), ratio=st.integers(1, 3))
 def test_nodes_equal_their_root_path_and_commits_equal_feeding_it(data, seed, dtype, Hkv, ratio):
     rng = np.random.default_rng(seed)
@@ -92,7 +92,7 @@ def test_nodes_equal_their_root_path_and_commits_equal_feeding_it(data, seed, dt
     assert np.isnan(pool.k[unowned]).all() and np.isnan(pool.v[unowned]).all()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data(), seed=some.seeds, forest=some.forests(max_nodes=12))
 def test_a_tree_grown_level_by_level_equals_the_whole_tree(data, seed, forest):
     rng = np.random.default_rng(seed)

@@ -66,7 +66,7 @@ def bytes_of(S, ring):
     return b"".join(x.tobytes() for x in (S, *ring))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data(), seed=some.seeds, dtype=some.dtypes, Hk=st.integers(1, 3), ratio=st.integers(1, 3))
 def test_nodes_equal_their_root_path_and_commits_equal_feeding_it(data, seed, dtype, Hk, ratio):
     rng = np.random.default_rng(seed)
@@ -103,7 +103,7 @@ def test_nodes_equal_their_root_path_and_commits_equal_feeding_it(data, seed, dt
         assert np.isnan(S[others]).all() and all(np.isnan(x[others]).all() for x in ring[:3])
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(forest=some.forests(max_nodes=9), seed=some.seeds, dtype=some.dtypes)
 def test_a_node_equals_the_definition_run_over_its_root_path(forest, seed, dtype):
     rng = np.random.default_rng(seed)

@@ -31,7 +31,7 @@ def window_of(history, kept, Cc):
     return padded[len(padded) - kept :]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(data=st.data(), seed=some.seeds, dtype=some.dtypes, W=st.integers(1, 5), Cc=st.sampled_from([1, 3, 8]))
 def test_nodes_equal_their_root_path_and_commits_equal_feeding_it(data, seed, dtype, W, Cc):
     rng = np.random.default_rng(seed)

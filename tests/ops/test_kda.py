@@ -49,7 +49,7 @@ def random_rows(rng, R, Hk, Hv, K, V, dtype=np.float64, alike=False, decays=HARS
     return tuple(x.astype(dtype) for x in rows)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data(), seed=some.seeds, dtype=some.dtypes, Hk=st.integers(1, 2), ratio=st.integers(1, 3))
 def test_nodes_equal_the_recurrence_behind_any_ring(data, seed, dtype, Hk, ratio):
     rng, Hv = np.random.default_rng(seed), Hk * ratio
@@ -101,7 +101,7 @@ def test_equal_decays_of_all_channels_are_gdn(N):
         some.assert_near(a, b)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(parents=some.parents(40))
 def test_every_pair_is_between_once(parents):
     nodes = some.tree_of(parents)
