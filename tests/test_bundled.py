@@ -17,6 +17,7 @@ from boleinfer.llm import BUNDLED
 from tests.running import Run
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=64, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -50,20 +51,22 @@ def test_shipped_sizes():
     assert config["linear_num_value_heads"] == 2 * config["linear_num_key_heads"]
 
 
+@pytest.fixture(scope="module", params=[GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def plain(request, prompts):
+    """Parameters, and the ids of plain decoding of one prompt after another."""
+    llm = LLM(draft="none")
+    return request.param, [llm.generate(text, request.param)[0].token_ids for text in prompts[:6]]
+
+
 @pytest.mark.parametrize("draft", ["ngram", "mtp", "auto"])
-@pytest.mark.parametrize(
-    "params", [GREEDY, SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=64, ignore_eos=True)]
-)
-def test_speculation_gives_the_same_ids_and_fewer_steps(prompts, draft, params, monkeypatch):
-    plain, fast = LLM(draft="none"), LLM(draft=draft)
+def test_speculation_gives_the_same_ids_and_fewer_steps(prompts, plain, draft, monkeypatch):
+    (params, want), fast = plain, LLM(draft=draft)
     fast.engine.executor.price = lambda *_: None  # drafts are made and verified whether they pay or not
     for judge, name in ((graft._Record, "pays"), (Levels, "_pays")):
         monkeypatch.setattr(judge, name, lambda *_: True)
-    for text in prompts[:4]:
-        want, got = plain.generate(text, params)[0], fast.generate(text, params)[0]
-        assert got.token_ids == want.token_ids
+    assert [fast.generate(text, params)[0].token_ids for text in prompts[:4]] == want[:4]
     every = fast.generate(prompts[:6], params)
-    assert [o.token_ids for o in every] == [o.token_ids for o in plain.generate(prompts[:6], params)]
+    assert [o.token_ids for o in every] == want
     steps = sum(o.stats.steps for o in every)
     assert sum(o.stats.accepted for o in every) > (0.2 if draft == "ngram" else 0.8) * steps
 
