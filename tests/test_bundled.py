@@ -87,6 +87,24 @@ def test_f13_the_mtp_layer_accepts_more_with_the_right_hidden_rows(llm, prompts)
     assert good > agreement(np.roll(hidden[:-1], 1, axis=0)) + 0.1 and good > agreement(-hidden[:-1]) + 0.3
 
 
+def test_f13_every_level_is_worse_on_the_state_before_the_norm(llm, prompts):
+    """Three levels, each on what the one before gave; the layer norms what it is fed, so only the gains tell the two."""
+    model, ids = llm.model, llm.tokenizer.encode("".join(prompts[4:6]))[:250]
+    logits, hidden = Run(model).feed(ids)
+
+    def agreement(rows: np.ndarray) -> list[float]:
+        found = []
+        for level in range(1, 4):
+            run, chain = Run(model), np.asarray(ids[level:], np.int32)
+            batch = run.state.batch(Forest.of([Tree.chain(chain)], [0]), [run.place])
+            rows = model.mtp(chain, rows[: len(chain)], batch.forest.position, batch, run.state)
+            found.append(float((model.logits(rows).argmax(1) == logits[level:].argmax(1)).mean()))
+        return found
+
+    after, before = agreement(hidden), agreement(hidden / (1 + model.weights["norm"]))
+    assert min(after) > 0.6 and all(a > b + 0.08 for a, b in zip(after, before)), (after, before)
+
+
 def test_keys_and_values_alone_are_those_of_a_whole_pass_of_the_mtp_layer(llm, prompts):
     run, ids = Run(llm.model), np.asarray(llm.tokenizer.encode(prompts[0])[:20], np.int32)
     hidden = np.random.default_rng(0).standard_normal((20, llm.config.hidden_size)).astype(np.float32)
