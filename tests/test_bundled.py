@@ -88,7 +88,7 @@ def test_f13_the_mtp_layer_accepts_more_with_the_right_hidden_rows(llm, prompts)
 
 
 def test_f13_every_level_is_worse_on_the_state_before_the_norm(llm, prompts):
-    """Three levels, each on what the one before gave; the layer norms what it is fed, so only the gains tell the two."""
+    """Three levels, each on what the one before gave. The layer norms what it is fed, so only the gains differ."""
     model, ids = llm.model, llm.tokenizer.encode("".join(prompts[4:6]))[:250]
     logits, hidden = Run(model).feed(ids)
 
