@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -65,13 +66,11 @@ def test_json_and_stream_agree():
 
 
 def test_first_token_within_two_seconds_of_the_command():
-    """Of a processor, up to the end of a command for one token: how busy the machine is does not count."""
-
     def seconds() -> float:
-        before = os.times()
-        assert boleinfer("generate", PROMPT, "-n", 1, "-q").returncode == 0
-        after = os.times()
-        return after.children_user + after.children_system - before.children_user - before.children_system
+        start = time.perf_counter()
+        with started("generate", PROMPT, "-n", 8, "-q") as process:
+            process.stdout.read(1)
+            return time.perf_counter() - start
 
     assert min(seconds() for _ in range(3)) <= 2.0
 

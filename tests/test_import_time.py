@@ -27,8 +27,7 @@ def run_python(code: str) -> str:
 
 
 def test_import_takes_less_than_300_ms():
-    """Of a processor: how busy the machine is does not count."""
-    timed = "import time; t = time.process_time(); import boleinfer; print(time.process_time() - t)"
+    timed = "import time; t = time.perf_counter(); import boleinfer; print(time.perf_counter() - t)"
     assert min(float(run_python(timed)) for _ in range(5)) <= 0.3
 
 
