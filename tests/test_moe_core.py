@@ -43,8 +43,8 @@ def same(a, b):
     return all(np.array_equal(x, y, equal_nan=True) for x, y in zip(a, b))
 
 
-SIZES = [(1, 256, 4, 256, 2), (7, 512, 9, 256, 3), (8, 256, 40, 512, 8), (3, 768, 33, 768, 4)]
-SIZES += [(2, 2304, 12, 256, 10), (2, 256, 300, 256, 10)]  # long rows; more than eight experts a lane
+SIZES = [(1, 256, 4, 256, 2), (7, 512, 9, 256, 3), (8, 256, 40, 512, 8), (3, 768, 33, 768, 4), (2, 2304, 300, 256, 10)]
+SIZES += [(2, 2304, 12, 256, 10), (2, 256, 300, 256, 10)]  # of the largest: long rows; more than eight experts a lane
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +57,8 @@ def here(gpu):
 @pytest.mark.parametrize("R,D,E,F,A", SIZES)
 def test_it_has_the_bits_of_the_ops(gpu, kind, R, D, E, F, A):
     emulated, numbers = gpu != "cuda", D * E * F
-    if emulated and numbers > 1e7 and gpu != "forward":
-        pytest.skip("takes many seconds on the emulator: there in one order only")
+    if emulated and (numbers > 1e7 and gpu != "forward" or numbers > 1e8 and kind == "fp8"):
+        pytest.skip("takes many seconds on the emulator: there in one order only, and the largest in one type")
     given = arguments(R, D, E, F, kind, unused=[2] if R > 2 else ())
     for norm_topk in (True,) if emulated and numbers > 1e7 else (True, False):
         few = run(*given[:2], A, given[2], norm_topk)
