@@ -103,7 +103,8 @@ def product(
     args |= {"added": norm and norm.added, "sum": norm and norm.sum, "gain": norm and norm.gain}
     args |= {"eps": norm.eps if norm else 0.0, "out": out, "more": more, "R": R, "Din": Din, "Dout": Dout}
     args |= {"Ldx": given.strides[0] // given.itemsize if R > 1 else Din, "More": 0 if w_more is None else len(w_more)}
-    args["AtOnce"] = max(1, UNDER_WAY // (128 * RANGES * tall * t.run))
+    at_once = UNDER_WAY // (128 * tall * t.run)
+    args["AtOnce"] = max(RANGES, at_once // RANGES * RANGES) if t.places else max(1, at_once)
     shape: dict[str, int | str] = {"Rows": rows, "Features": t.features, "Run": t.run, "Places": t.places}
     kernels.launch(
         FILE,

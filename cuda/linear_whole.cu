@@ -24,7 +24,19 @@ constexpr int TALL = (1 + Gated) * Features, TILES = (TALL + 15) / 16;  // rows 
 constexpr int CHUNK = TALL * ROW_BYTES, X_CHUNK = Rows * ROW_BYTES;     // bytes of w and of x
 constexpr int APART = 16 * TILES + 4;  // numbers from a row's sums to the next row's, not all in the same banks
 constexpr int MOST = Places ? Places : 8;
+constexpr int AHEAD = Run > 1 && !Places ? Run : 1;
+constexpr int HELD = TILES == 1 && !Places ? 2 : 1;  // chunks of w that a warp has in registers
 static_assert(!Gated || Run == 1, "a chunk of gate and one of up lie together");
+
+// x, in a register from here on: the compiler would compute it again wherever it is needed, behind the wait.
+__device__ __forceinline__ void keep(int& x) { asm volatile("" : "+r"(x)); }
+template <class T>
+__device__ __forceinline__ void keep(const T*& x) {
+  asm volatile("" : "+l"(x));
+#ifndef EMULATED
+  __builtin_assume(__isGlobal(x));
+#endif
+}
 
 // Asks for the runs of a warp's range, tile after tile, each into the next place.
 struct Asker {
@@ -49,22 +61,35 @@ struct Asker {
   }
 };
 
-// x = the norm of stream + added in the bits of add_rms_norm (rms_norm.cu), all three of D numbers; block 0 writes the sum.
+// x = the norm of stream + added in the bits of add_rms_norm (rms_norm.cu), all three of D numbers, of which a warp makes
+// those of its own words of 16 bytes; block 0 writes the sum. `meanwhile` runs while the two are read.
 // gain: in shared memory, perhaps on its way; squares: room for 32 numbers.
+template <class Meanwhile>
 __device__ __forceinline__ void norm(
-    const bf16* stream, const bf16* added, bf16* sum, const float* gain, float eps, int D, bf16* x, float* squares) {
+    const bf16* stream, const bf16* added, bf16* sum, const float* gain, float eps, int D, int first_word, int end_word,
+    bf16* x, float* squares, Meanwhile meanwhile) {
   using Two = __nv_bfloat162;
   const int lane = threadIdx.x % WARP, groups = D / 8, waves = (groups + WARP - 1) / WARP;
+  int i = threadIdx.x, near = 1;
+  while (near < waves) near *= 2;  // lanes that have all sums of squares
+  int place = lane & near - 1;
+  const Two *of_stream = reinterpret_cast<const Two*>(stream) + 4 * i, *of_added = reinterpret_cast<const Two*>(added) + 4 * i;
+  keep(place), keep(of_stream), keep(of_added);
+  Pack<Two, 4> h, more;
+  const auto read = [&] {
+    if (i < groups) h = load<4>(of_stream), more = load<4>(of_added);
+    of_stream += 4 * THREADS, of_added += 4 * THREADS;
+  };
+  after_previous();
+  read();
+  meanwhile();
 #pragma unroll 1
-  for (int i = threadIdx.x; i < waves * WARP; i += THREADS) {
+  while (i < waves * WARP) {
     float square = 0.0f;
     if (i < groups) {
-      auto h = load<4>(reinterpret_cast<const Two*>(stream) + 4 * i);
-      const auto more = load<4>(reinterpret_cast<const Two*>(added) + 4 * i);
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        const float2 a = __bfloat1622float2(h.v[j]), b = __bfloat1622float2(more.v[j]);
-        h.v[j] = __floats2bfloat162_rn(a.x + b.x, a.y + b.y);
+        h.v[j] = __hadd2(h.v[j], more.v[j]);
         const float2 rounded = __bfloat1622float2(h.v[j]);
         square = fmaf(rounded.y, rounded.y, fmaf(rounded.x, rounded.x, square));
       }
@@ -73,22 +98,37 @@ __device__ __forceinline__ void norm(
     }
     square = warp_sum(square);
     if (lane == 0) squares[i / WARP] = square;
+    i += THREADS;
+    read();
   }
   cp_async_wait<0>();
   __syncthreads();
-  const float scale = 1.0f / sqrtf(warp_sum(lane < waves ? squares[lane] : 0.0f) / D + eps);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < groups; i += THREADS) {
-    auto h = load<8>(x + 8 * i);
-    const auto delta = load<8>(gain + 8 * i);
+  int word = first_word + lane;
+  Pack<bf16, 8> part;
+  Pack<float, 8> delta;
+  const auto read_part = [&] {
+    if (word < end_word) part = load<8>(x + 8 * word), delta = load<8>(gain + 8 * word);
+  };
+  read_part();
+  // warp_sum of the squares, without the steps that would add zeros
+  float square = place < waves ? squares[place] : 0.0f;
 #pragma unroll
-    for (int j = 0; j < 8; j++) h.v[j] = from_float<bf16>(to_float(h.v[j]) * scale * (1.0f + delta.v[j]));
-    store(x + 8 * i, h);
+  for (int far = WARP / 2; far > 0; far /= 2) {
+    if (far < near) square += __shfl_xor_sync(ALL_LANES, square, far);
   }
-  __syncthreads();
+  const float scale = 1.0f / sqrtf(square / D + eps);
+#pragma unroll 1
+  while (word < end_word) {
+#pragma unroll
+    for (int j = 0; j < 8; j++) part.v[j] = from_float<bf16>(to_float(part.v[j]) * scale * (1.0f + delta.v[j]));
+    store(x + 8 * word, part);
+    word += WARP;
+    read_part();
+  }
+  if (Places) __syncthreads();  // the sums come where the gain is
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, TILES <= 4 ? 2 : 1) linear_whole(
+extern "C" __global__ void __launch_bounds__(THREADS, TILES == 1 ? 4 : TILES <= 4 ? 2 : 1) linear_whole(
     const __grid_constant__ TensorMap<const bf16> w,       // [Din / 64, Dout, 64] strides [64, Din, 1] box [Run, Features]
     const __grid_constant__ TensorMap<const bf16> w_more,  // [Din / 64, More, 64] strides [64, Din, 1] box [Run, Features] or null
     const bf16* x,                   // [R, Din] strides [Ldx, 1] aligned 16; the residual stream when Normed
@@ -127,9 +167,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILES <= 4 ? 2 : 1) linear
 #pragma unroll 1
     for (int i = 0; i < places; i++) make_barrier(full[warp][i], 1);
     barriers_made();
+  }
+  __syncthreads();
+  const auto runs_of = [&](int range) { return (range_start(range + 1, chunks) - range_start(range, chunks) + Run - 1) / Run; };
+  if (lane == 0) {
 #pragma unroll 1
     for (int i = 0; i < places && asker.tile < asker.tiles; i++) {
-      if (i >= AtOnce) wait(full[warp][i - AtOnce], 0);
+      const int before = i * RANGES + warp - AtOnce, turn = before / RANGES;  // the run that has to be there first
+      if (before >= 0 && (Places || turn < runs_of(before % RANGES))) wait(full[before % RANGES][turn], 0);
       asker.ask();
     }
   }
@@ -140,20 +185,57 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILES <= 4 ? 2 : 1) linear
   }
   // where a lane's words lie: of w for each product of a chunk, the last eight rows standing for sixteen; of x for two
   int w_at[4], x_at[2];
-  const int half = TALL % 16 ? lane / 8 % 2 * 8 * ROW_BYTES : 0, x_row = Rows == 8 ? lane % 8 : 0;
+  int half = TALL % 16 ? lane / 8 % 2 * 8 * ROW_BYTES : 0;
+  const int x_row = Rows == 8 ? lane % 8 : 0;
 #pragma unroll
-  for (int s = 0; s < 4; s++) w_at[s] = lane % 16 * ROW_BYTES + (2 * s + lane / 16 ^ lane % 8) * 16;
+  for (int s = 0; s < 4; s++) w_at[s] = lane % 16 * ROW_BYTES + (2 * s + lane / 16 ^ lane % 8) * 16, keep(w_at[s]);
 #pragma unroll
-  for (int h = 0; h < 2; h++) x_at[h] = x_row * ROW_BYTES + (4 * h + lane / 8 ^ x_row) * 16;
+  for (int h = 0; h < 2; h++) x_at[h] = x_row * ROW_BYTES + (4 * h + lane / 8 ^ x_row) * 16, keep(x_at[h]);
+  if (TALL % 16) keep(half);
+  // the next chunk of w, and one of x, for their four products
+  unsigned a[HELD][4][TILES][4], b[2][4];
+  int to_come = Places ? own * ((tiles - 1 - (int)blockIdx.x) / (int)gridDim.x + 1) - 1 : 0;  // behind the first
+  int chunk = 0, place = 0, parity = 0;
+  const char *from = ws, *x_from = xs;
+  const auto load_w = [&](int p, int i) {
+    if (Places ? chunk % Run == 0 : Run == 1 || i == 0) wait(full[warp][place], parity);
+#pragma unroll
+    for (int s = 0; s < 4; s++) {
+#pragma unroll
+      for (int t = 0; t < TILES; t++) {
+        ldmatrix_x4(a[p][s][t], from + w_at[s] - (t == TILES - 1 ? half : 0) + t * 16 * ROW_BYTES);
+      }
+    }
+    from += CHUNK, chunk++;
+    if constexpr (!Places) {
+      place++;  // of the next chunk, where each has one
+    } else if (chunk == own || chunk % Run == 0) {
+      if (chunk == own) chunk = 0;
+      if (++place == Places) place = 0, parity ^= 1;
+      from = ws + place * Run * CHUNK;
+    }
+  };
+  const auto load_x = [&] {
+#pragma unroll
+    for (int h = 0; h < 2; h++) ldmatrix_x4(b[h], x_from + x_at[h]);
+    x_from += X_CHUNK;
+  };
+  const auto load_first = [&] {
+#pragma unroll
+    for (int p = 0; p < HELD && p < own; p++) load_w(p, p);
+  };
   __syncwarp();
-  after_previous();
   if constexpr (Normed) {
-    norm(x, added, sum, behind + WARP, eps, Din, reinterpret_cast<bf16*>(x_all), behind);
+    bf16* const row = reinterpret_cast<bf16*>(x_all);
+    norm(x, added, sum, behind + WARP, eps, Din, 8 * begin, 8 * (begin + own), row, behind, load_first);
   } else if constexpr (Rows == 1) {
-    const bf16* const from = x + begin * K;
+    const bf16* of_row = x + begin * K + 8 * lane;
+    keep(of_row);
+    after_previous();
 #pragma unroll 1
-    for (int i = lane; i < 8 * own; i += WARP) cp_async16(xs + 16 * i, from + 8 * i, true);
+    for (int i = lane; i < 8 * own; i += WARP, of_row += 8 * WARP) cp_async16(xs + 16 * i, of_row, true);
   } else {
+    after_previous();
     const int row = lane / 8, word = lane % 8;
     const bf16* from = x + (long long)row * Ldx + begin * K + word * 8;
 #pragma unroll 1
@@ -163,53 +245,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILES <= 4 ? 2 : 1) linear
       cp_async16(to + 4 * ROW_BYTES + (word ^ row + 4) * 16, from + 4ll * Ldx, row + 4 < R);
     }
   }
-  cp_async_commit();
-
-  // the next chunk of w, for its four products
-  unsigned a[4][TILES][4];
-  int to_come = own * ((tiles - 1 - (int)blockIdx.x) / (int)gridDim.x + 1), chunk = 0, place = 0, parity = 0;
-  const char* from = ws;
-  const auto load_w = [&] {
-    if (to_come-- <= 0) return;
-    if (chunk % Run == 0) wait(full[warp][place], parity);
-#pragma unroll
-    for (int s = 0; s < 4; s++) {
-#pragma unroll
-      for (int t = 0; t < TILES; t++) {
-        ldmatrix_x4(a[s][t], from + w_at[s] - (t == TILES - 1 ? half : 0) + t * 16 * ROW_BYTES);
-      }
-    }
-    from += CHUNK;
-    if (++chunk == own || chunk % Run == 0) {
-      if (chunk == own) chunk = 0;
-      if (++place == places) place = 0, parity ^= 1;
-      from = ws + place * Run * CHUNK;
-    }
-  };
-  load_w();
-  cp_async_wait<0>();
+  if constexpr (!Normed) {
+    cp_async_commit();
+    load_first();
+    cp_async_wait<0>();
+  }
   __syncwarp();
+  if (own) load_x();
 
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     float own_sum[TILES][4] = {};
-    const char* x_from = xs;
-#pragma unroll 1
-    for (int i = 0; i < own; i++, x_from += X_CHUNK) {
-      unsigned b[2][4];
+#pragma unroll(AHEAD)
+    for (int first = 0; first < (AHEAD > 1 ? Run : own); first += HELD) {
 #pragma unroll
-      for (int h = 0; h < 2; h++) ldmatrix_x4(b[h], x_from + x_at[h]);
+      for (int p = 0; p < HELD; p++) {
+        const int i = first + p;
+        if (i >= own) break;
 #pragma unroll
-      for (int s = 0; s < 4; s++) {
-        const unsigned two[2] = {b[s / 2][s % 2 * 2], b[s / 2][s % 2 * 2 + 1]};
+        for (int s = 0; s < 4; s++) {
+          const unsigned two[2] = {b[s / 2][s % 2 * 2], b[s / 2][s % 2 * 2 + 1]};
 #pragma unroll
-        for (int t = 0; t < TILES; t++) mma_m16n8k16(own_sum[t], a[s][t], two);
+          for (int t = 0; t < TILES; t++) mma_m16n8k16(own_sum[t], a[p][s][t], two);
+        }
+        if (Places && (i % Run == Run - 1 || i == own - 1)) {
+          __syncwarp();  // all lanes have read the place
+          if (lane == 0) asker.ask();
+        }
+        if (Places && i == own - 1) x_from = xs;
+        if (Places || i + 1 < own) load_x();
+        if (Places ? to_come-- > 0 : i + HELD < own) load_w(p, i + HELD);
       }
-      if (Places && (i % Run == Run - 1 || i == own - 1)) {
-        __syncwarp();  // all lanes have read the place
-        if (lane == 0) asker.ask();
-      }
-      load_w();
     }
 
     // the ranges' sums in order, starting from zero
@@ -245,5 +311,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILES <= 4 ? 2 : 1) linear
         out[row * width + feature] = from_float<Out>(y);
       }
     }
+    if (!Places) return;
   }
 }
