@@ -298,9 +298,10 @@ void under_way(const Box& box) {
 void load_box(void* to, const char* base, long long row_bytes, const long long (&rows)[3], const long long (&pitch)[3],
               const long long (&box)[3], const long long (&begin)[3], long long column, int* barrier, Site site) {
   const long long all = box[0] * box[1] * box[2];
-  check_shared("load_tile", to, site, 128 * all, 1024);
+  check_shared("load_tile", to, site, 128 * all, 128);
   check_barrier(barrier, site);
   Box made{static_cast<char*>(to), std::vector<char>(128 * all), barrier, site};
+  const int first = reinterpret_cast<uintptr_t>(to) / 128 % 8;  // words are swizzled by where they lie in 1024 bytes
   for (int r = 0; r < all; r++) {
     const long long at[3] = {begin[0] + r / (box[1] * box[2]), begin[1] + r / box[2] % box[1], begin[2] + r % box[2]};
     bool row = true;
@@ -308,7 +309,7 @@ void load_box(void* to, const char* base, long long row_bytes, const long long (
     for (int i = 0; i < 128; i++) {
       const bool inside = row && column + i >= 0 && column + i < row_bytes;
       const char* from = base + at[0] * pitch[0] + at[1] * pitch[1] + at[2] * pitch[2] + column + i;
-      made.bytes[128 * r + (i / 16 ^ r % 8) * 16 + i % 16] = inside ? *from : 0;
+      made.bytes[128 * r + (i / 16 ^ (first + r) % 8) * 16 + i % 16] = inside ? *from : 0;
     }
   }
   under_way(made);
