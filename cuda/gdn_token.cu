@@ -6,8 +6,8 @@
 // What is remembered (state, ring, window) is on its way, in registers, before the previous kernel is done
 // (after_all_previous in common.cuh).
 //
-// grid: value heads of a key head, key heads, requests; a block owns a head. block: Warps. shared: sizeof(Shared), below
-// 20 KB, so that blocks have room beside those of the products before and behind.
+// grid: value heads of a key head, key heads, requests; a block owns a head. block: Warps. shared: sizeof(Shared) + 16
+// bytes * EACH for each thread, below 25 KB, so that blocks have room beside those of the products before and behind.
 // Read twice: a key head's inputs and ring keys, by each of its value heads (L2).
 //
 // sizes: Act=bf16,float K=128 V=128 W=4 Warps=8 | Act=bf16,float K=16 V=64 W=3 Warps=8 | Act=bf16,float K=64 V=16 W=4 Warps=4
@@ -40,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, HALF ? 2 : 1) gdn_token(
     float eps)
 {
   __shared__ Shared m;
+  __shared__ alignas(16) float later[EACH][THREADS][4];  // of the ring what has no registers until the state is used
   const int b = blockIdx.z, warp = threadIdx.x / WARP;
   if (start[b + 1] == start[b]) {
     if (blockIdx.x + blockIdx.y + blockIdx.z == 0) after_previous();  // one block has to
@@ -62,13 +63,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, HALF ? 2 : 1) gdn_token(
   HeldRing ring;
   ring.read_u(layer, head, me, 0);
   ring.read_key(layer, head);
+  const auto has_later = [&](int e) { return me.is && me.group + e + GROUPS < head.ring; };
+#pragma unroll
+  for (int e = 0; e < EACH; e++) {
+    if (has_later(e)) cp_async16(later[e][threadIdx.x], HeldRing::u_at(layer, head, me, e, 1), true);
+  }
+  cp_async_commit();
 
   Value value;
   begin_row(m, value, layer, head, warp);
   __syncthreads();
   RowSums sum;
   sum_state(sum, me, m.x[0], m.x[1], [&](int e, int j) { return state[e][j]; });
-  ring.read_u(layer, head, me, 1);  // where the state was
+  cp_async_wait<0>();
+#pragma unroll
+  for (int e = 0; e < EACH; e++) {
+    if (has_later(e)) ring.u[e][1] = load<4>(later[e][threadIdx.x]);  // where the state was
+  }
   ring.score(m.row, m.x, layer, head);
   __syncthreads();
   ring.share(m.row, sum, layer, head, me);

@@ -43,9 +43,10 @@ struct HeldRing {
   Pack<float, 4> u[EACH][HELD_RING];
   Pack<Act, PIECE> key[PIECES];  // of the entry that the thread takes first
 
-  static __device__ __forceinline__ Pack<float, 4> u_of(const Layer& l, const Head& head, const Member& me, int e, int j) {
+  // the j-th entry of the thread's group e
+  static __device__ __forceinline__ const float* u_at(const Layer& l, const Head& head, const Member& me, int e, int j) {
     const float* first = l.ring_u + ((long long)head.slot * l.C * l.Hv + head.h) * V + me.column;
-    return load<4>(first + (me.group + e + GROUPS * j) * (l.Hv * V));
+    return first + (me.group + e + GROUPS * j) * (l.Hv * V);
   }
   static __device__ __forceinline__ Pack<Act, PIECE> key_of(const Layer& l, const Head& head, int i, int p) {
     const Act* first = l.ring_k + ((long long)head.slot * l.C * l.Hk + head.key_head) * K;
@@ -55,7 +56,7 @@ struct HeldRing {
   __device__ __forceinline__ void read_u(const Layer& l, const Head& head, const Member& me, int j) {
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
-      if (me.is && me.group + e + GROUPS * j < head.ring) u[e][j] = u_of(l, head, me, e, j);
+      if (me.is && me.group + e + GROUPS * j < head.ring) u[e][j] = load<4>(u_at(l, head, me, e, j));
     }
   }
   __device__ __forceinline__ void read_key(const Layer& l, const Head& head) {
@@ -69,7 +70,7 @@ struct HeldRing {
   }
   __device__ __forceinline__ void share(RowMemory& m, RowSums& sum, const Layer& l, const Head& head,
                                         const Member& me) const {
-    share_sums(m, sum, me, head.ring, [&](int e, int j) { return j < HELD_RING ? u[e][j] : u_of(l, head, me, e, j); });
+    share_sums(m, sum, me, head.ring, [&](int e, int j) { return j < HELD_RING ? u[e][j] : load<4>(u_at(l, head, me, e, j)); });
   }
 };
 
