@@ -6,15 +6,19 @@
 // A tile is `Features` features of out, of gate and of up when Gated. A warp owns a range of k. Its chunks of w come, `Run`
 // at a time, into places of its own, filled before x is there; x is kept whole. So warps wait for one another only where x
 // is normed and where a tile's sums meet, and little is left to do behind the wait for the kernel before: in small models
-// that is most of a product's time. No more than `AtOnce` of a warp's places are on their way before x is: it comes through
-// the same queues.
+// that is most of a product's time. What does not need x is done before, or while x is on its way: addresses, and the first
+// chunks of w from shared memory into registers.
+//
+// The first run of each warp is asked for before the second of any. No more than `AtOnce` runs are on their way before x
+// is: it comes through the same queues. Of a ring that is a multiple of RANGES, so that a warp waits for runs of its own.
 //
 // grid: one block a multiprocessor, at most; a block takes every gridDim.x-th tile, only one where Places is 0: then there
-// is a place for all its w. block: 256 threads. shared: 1 KB + the places, 1 KB * Run * rows of w in a tile each, of all
-// warps + 128 bytes * Rows for each chunk of k + what the kernel keeps behind it. Read twice: x, by every block (L2).
+// is a place for all its w, and a range comes as one run or chunk by chunk. block: 256 threads. shared: 1 KB + the places,
+// 1 KB * Run * rows of w in a tile each, of all warps + 128 bytes * Rows for each chunk of k + what the kernel keeps behind
+// it. Read twice: x, by every block (L2).
 //
 // arch: 90a
-// sizes: Out=bf16 Rows=1,8 Features=8,16,64 Run=1 Places=0 Normed=0 Gated=0 | Out=bf16 Rows=1,8 Features=24,32 Run=1 Places=3 Normed=0 Gated=1 | Out=bf16 Rows=1 Features=32 Run=1 Places=0 Normed=1 Gated=1 | Out=float Rows=1 Features=40 Run=4 Places=2 Normed=1 Gated=0
+// sizes: Out=bf16 Rows=1,8 Features=8,16,64 Run=1 Places=0 Normed=0 Gated=0 | Out=bf16 Rows=1,8 Features=8 Run=4,7 Places=0 Normed=0 Gated=0 | Out=bf16 Rows=1,8 Features=24,32 Run=1 Places=3 Normed=0 Gated=1 | Out=bf16 Rows=1 Features=28 Run=1 Places=0 Normed=1 Gated=1 | Out=bf16 Rows=1 Features=64 Run=1 Places=0 Normed=1 Gated=0 | Out=bf16 Rows=1 Features=48 Run=1 Places=4 Normed=1 Gated=0 | Out=float Rows=1 Features=40 Run=4 Places=2 Normed=1 Gated=0
 #include "ranges.cuh"
 #include "tma.cuh"
 
@@ -24,8 +28,8 @@ constexpr int TALL = (1 + Gated) * Features, TILES = (TALL + 15) / 16;  // rows 
 constexpr int CHUNK = TALL * ROW_BYTES, X_CHUNK = Rows * ROW_BYTES;     // bytes of w and of x
 constexpr int APART = 16 * TILES + 4;  // numbers from a row's sums to the next row's, not all in the same banks
 constexpr int MOST = Places ? Places : 8;
-constexpr int AHEAD = Run > 1 && !Places ? Run : 1;
-constexpr int HELD = TILES == 1 && !Places ? 2 : 1;  // chunks of w that a warp has in registers
+constexpr int HELD = TILES == 1 && !Places ? 2 : 1;      // chunks of w that a warp has in registers
+constexpr int UNROLLED = Places || Run == 1 ? 1 : Run;  // chunks of a range that is one run
 static_assert(!Gated || Run == 1, "a chunk of gate and one of up lie together");
 
 // x, in a register from here on: the compiler would compute it again wherever it is needed, behind the wait.
@@ -169,12 +173,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILES == 1 ? 4 : TILES <= 
     barriers_made();
   }
   __syncthreads();
-  const auto runs_of = [&](int range) { return (range_start(range + 1, chunks) - range_start(range, chunks) + Run - 1) / Run; };
   if (lane == 0) {
 #pragma unroll 1
     for (int i = 0; i < places && asker.tile < asker.tiles; i++) {
-      const int before = i * RANGES + warp - AtOnce, turn = before / RANGES;  // the run that has to be there first
-      if (before >= 0 && (Places || turn < runs_of(before % RANGES))) wait(full[before % RANGES][turn], 0);
+      const int first = i * RANGES + warp - AtOnce, range = first % RANGES;  // the run that has to be there before
+      const bool is = Places || first / RANGES * Run < range_start(range + 1, chunks) - range_start(range, chunks);
+      if (first >= 0 && is) wait(full[range][first / RANGES], 0);
       asker.ask();
     }
   }
@@ -192,7 +196,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILES == 1 ? 4 : TILES <= 
 #pragma unroll
   for (int h = 0; h < 2; h++) x_at[h] = x_row * ROW_BYTES + (4 * h + lane / 8 ^ x_row) * 16, keep(x_at[h]);
   if (TALL % 16) keep(half);
-  // the next chunk of w, and one of x, for their four products
+
+  // the next chunk of w, and of x, for their four products
   unsigned a[HELD][4][TILES][4], b[2][4];
   int to_come = Places ? own * ((tiles - 1 - (int)blockIdx.x) / (int)gridDim.x + 1) - 1 : 0;  // behind the first
   int chunk = 0, place = 0, parity = 0;
@@ -256,8 +261,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILES == 1 ? 4 : TILES <= 
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     float own_sum[TILES][4] = {};
-#pragma unroll(AHEAD)
-    for (int first = 0; first < (AHEAD > 1 ? Run : own); first += HELD) {
+#pragma unroll(UNROLLED)
+    for (int first = 0; first < (UNROLLED > 1 ? Run : own); first += HELD) {
 #pragma unroll
       for (int p = 0; p < HELD; p++) {
         const int i = first + p;

@@ -59,6 +59,8 @@ def both(x, w, shape, dtype, gated=False, w_more=None):
         (1152, 64, Tile(8, 3, 2)),  # a run that the last range does not fill
         (1024, 128, Tile(64, 2, 0)),
         (2048, 40, Tile(16, 4, 0)),
+        (1536, 24, Tile(8, 1, 0)),
+        (1152, 16, Tile(8, 3, 0)),
     ],
 )
 def test_the_bits_of_linear_hopper(R, Din, Dout, own, monkeypatch):
