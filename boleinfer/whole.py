@@ -50,7 +50,7 @@ def tile(widths: tuple[int, ...], chunks: int, halves: int, rows: int, normed: b
         """What the tile costs, in features that could be read meanwhile, and the tile."""
         rounds = -(-sum(-(-width // features) for width in widths) // processors)
         chunk = 128 * RANGES * halves * features  # bytes of all warps
-        room = MOST_SHARED - _beside(features * halves, chunks, rows, True, normed)
+        room = MOST_SHARED - _beside(features * halves, chunks, rows, normed)
         if rounds == 1 and own * chunk <= min(ALL, room) and own <= MOST_PLACES:
             return features + ROUND, Tile(features, own if halves * features <= 16 and halves == 1 else 1, 0)
         run = 1 if halves > 1 else min(own, -(-LEAST_BOX // features))
@@ -63,10 +63,10 @@ def tile(widths: tuple[int, ...], chunks: int, halves: int, rows: int, normed: b
     return min((f for f in found if f[1].features % 8 == 0 or not f[1].places), key=lambda f: f[0])[1]
 
 
-def _beside(tall: int, chunks: int, rows: int, ring: bool, normed: bool) -> int:
-    """Bytes of shared memory beside the places of w: x, the warps' sums unless they lie there, what the norm needs."""
-    sums = 4 * RANGES * rows * (-(-tall // 16) * 16 + 4) if ring else 0
-    return 1024 + 128 * chunks * rows + max(sums, 4 * (32 + CHUNK * chunks) if normed else 0)
+def _beside(tall: int, chunks: int, rows: int, normed: bool) -> int:
+    """Bytes of shared memory beside the places of w: x, what the norm needs, the warps' sums."""
+    sums = RANGES * rows * (-(-tall // 16) * 16 + 4)
+    return 1024 + 128 * chunks * rows + 4 * (sums + (32 + CHUNK * chunks if normed else 0))
 
 
 def takes(R: int, Din: int) -> bool:
@@ -113,7 +113,7 @@ def product(
         min(processors, sum(-(-width // t.features) for width in widths)),
         32 * RANGES,
         args,
-        shared=w_bytes + _beside(tall, chunks, rows, t.places > 0, norm is not None),
+        shared=w_bytes + _beside(tall, chunks, rows, norm is not None),
         constants={**shape, "Out": device.c_type(out), "Normed": int(norm is not None), "Gated": int(gated)},
     )
 

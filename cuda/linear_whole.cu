@@ -129,7 +129,6 @@ __device__ __forceinline__ void norm(
     word += WARP;
     read_part();
   }
-  if (Places) __syncthreads();  // the sums come where the gain is
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, TILES == 1 ? 4 : TILES <= 4 ? 2 : 1) linear_whole(
@@ -156,14 +155,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILES == 1 ? 4 : TILES <= 
   const int width = Dout / (1 + Gated), w_tiles = (width + Features - 1) / Features;
   const int tiles = w_tiles + (More + Features - 1) / Features;
   const int longest = (chunks + RANGES - 1) / RANGES, places = Places ? Places : (longest + Run - 1) / Run;
-  char* const all = reinterpret_cast<char*>(dynamic) + -(unsigned long long)dynamic % 1024;
+  int skipped = -(unsigned long long)dynamic % 1024;
+  keep(skipped);
+  char* const all = reinterpret_cast<char*>(dynamic) + skipped;
   char* const ws = all + warp * places * Run * CHUNK;
   char* const x_all = all + RANGES * places * Run * CHUNK;
   char* const xs = x_all + begin * X_CHUNK;
-  float* const behind = reinterpret_cast<float*>(x_all + chunks * X_CHUNK);  // sums of squares, gain; then sums of a ring
-  // a warp's sums, [Rows][APART], where its w was if no more w comes there
-  float* const sums = Places ? behind : reinterpret_cast<float*>(all);
-  const int sums_apart = Places ? Rows * APART : places * Run * CHUNK / 4;
+  float* const squares = reinterpret_cast<float*>(x_all + chunks * X_CHUNK);  // and the gain, if Normed
+  float* const sums = squares + (Normed ? WARP + Din : 0);                     // [RANGES][Rows][APART]
   Asker asker{w, w_more, ws, full[warp], width, w_tiles, own ? tiles : 0, begin, own, (int)blockIdx.x};
 
   if (lane == 0) {
@@ -184,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILES == 1 ? 4 : TILES <= 
   }
   if constexpr (Normed) {
 #pragma unroll 1
-    for (int i = 4 * threadIdx.x; i < Din; i += 4 * THREADS) cp_async16(behind + WARP + i, gain + i, true);
+    for (int i = 4 * threadIdx.x; i < Din; i += 4 * THREADS) cp_async16(squares + WARP + i, gain + i, true);
     cp_async_commit();
   }
   // where a lane's words lie: of w for each product of a chunk, the last eight rows standing for sixteen; of x for two
@@ -232,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILES == 1 ? 4 : TILES <= 
   __syncwarp();
   if constexpr (Normed) {
     bf16* const row = reinterpret_cast<bf16*>(x_all);
-    norm(x, added, sum, behind + WARP, eps, Din, 8 * begin, 8 * (begin + own), row, behind, load_first);
+    norm(x, added, sum, squares + WARP, eps, Din, 8 * begin, 8 * (begin + own), row, squares, load_first);
   } else if constexpr (Rows == 1) {
     const bf16* of_row = x + begin * K + 8 * lane;
     keep(of_row);
@@ -259,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILES == 1 ? 4 : TILES <= 
   if (own) load_x();
 
 #pragma unroll 1
-  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+  for (int tile = blockIdx.x; !Places || tile < tiles; tile += gridDim.x) {
     float own_sum[TILES][4] = {};
 #pragma unroll(UNROLLED)
     for (int first = 0; first < (UNROLLED > 1 ? Run : own); first += HELD) {
@@ -283,9 +282,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILES == 1 ? 4 : TILES <= 
       }
     }
 
+    const bool of_more = tile >= w_tiles;
+    int first = (of_more ? tile - w_tiles : tile) * Features, end = of_more ? More : width;
+    keep(first), keep(end);
+
     // the ranges' sums in order, starting from zero
     if (Places && tile != blockIdx.x) __syncthreads();  // those of the tile before have been read
-    float* const mine = sums + warp * sums_apart + lane / 4 + (Rows == 8 ? lane % 4 * 2 * APART : 0);
+    float* const mine = sums + warp * Rows * APART + lane / 4 + (Rows == 8 ? lane % 4 * 2 * APART : 0);
     if (Rows == 8 || lane % 4 == 0) {
 #pragma unroll
       for (int t = 0; t < TILES; t++) {
@@ -297,15 +300,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILES == 1 ? 4 : TILES <= 
     const auto total = [&](const float* of) {
       float y = 0.0f;
 #pragma unroll
-      for (int r = 0; r < RANGES; r++) y += of[r * sums_apart];
+      for (int r = 0; r < RANGES; r++) y += of[r * Rows * APART];
       return y;
     };
-    const bool of_more = tile >= w_tiles;
-    const int first = (of_more ? tile - w_tiles : tile) * Features, end = of_more ? More : width;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < Features * (Rows == 8 ? R : 1); i += THREADS) {
-      const int row = Rows == 8 ? i / Features : 0, n = i - row * Features, feature = first + n;
-      if (feature >= end) continue;
+    const auto finish = [&](int row, int n) {
+      const int feature = first + n;
+      if (feature >= end) return;
       const float y = total(sums + row * APART + n);
       if (of_more) {
         more[row * More + feature] = y;
@@ -315,6 +315,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, TILES == 1 ? 4 : TILES <= 
       } else {
         out[row * width + feature] = from_float<Out>(y);
       }
+    };
+    if constexpr (Rows == 1) {
+      if (threadIdx.x < Features) finish(0, threadIdx.x);
+    } else {
+#pragma unroll 1
+      for (int i = threadIdx.x; i < Features * R; i += THREADS) finish(i / Features, i % Features);
     }
     if (!Places) return;
   }
