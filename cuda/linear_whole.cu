@@ -30,6 +30,7 @@ constexpr int APART = 16 * TILES + 4;  // numbers from a row's sums to the next 
 constexpr int MOST = Places ? Places : 8;
 constexpr int HELD = TILES == 1 && !Places ? 2 : 1;      // chunks of w that a warp has in registers
 constexpr int UNROLLED = Places || Run == 1 ? 1 : Run;  // chunks of a range that is one run
+constexpr int TOGETHER = TILES > 4 ? 1 : TILES > 1 || Normed || Gated ? 2 : 4;  // blocks for which registers suffice
 static_assert(!Gated || Run == 1, "a chunk of gate and one of up lie together");
 
 // x, in a register from here on: the compiler would compute it again wherever it is needed, behind the wait.
@@ -131,7 +132,7 @@ __device__ __forceinline__ void norm(
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, TILES == 1 ? 4 : TILES <= 4 ? 2 : 1) linear_whole(
+extern "C" __global__ void __launch_bounds__(THREADS, TOGETHER) linear_whole(
     const __grid_constant__ TensorMap<const bf16> w,       // [Din / 64, Dout, 64] strides [64, Din, 1] box [Run, Features]
     const __grid_constant__ TensorMap<const bf16> w_more,  // [Din / 64, More, 64] strides [64, Din, 1] box [Run, Features] or null
     const bf16* x,                   // [R, Din] strides [Ldx, 1] aligned 16; the residual stream when Normed
