@@ -67,9 +67,10 @@ def _in_one_launch(r: Residual, *matrices: Array | Fp8) -> whole.Norm | None:
     """What whole.product makes x of, where it is quicker than two launches; the same bits."""
     R, D = r.stream.shape
     bf16 = device.on_gpu(r.stream) and all(not isinstance(w, Fp8) and device.c_type(w) == "bf16" for w in matrices)
-    if r.added is None or not bf16 or R != 1 or D > whole.MOST_NORMED or not whole.takes(R, D):
+    if not bf16 or R != 1 or D > whole.MOST_NORMED or not whole.takes(R, D):
         return None
-    return whole.Norm(r.stream, r.added, r.norm, r.eps, device.empty((R, D), r.stream.dtype))
+    total = r.stream if r.added is None else device.empty((R, D), r.stream.dtype)
+    return whole.Norm(r.stream, r.added, r.norm, r.eps, total)
 
 
 WARP_WIDTH, MOST_WIDTH = 256, 8192  # numbers of a warp, and of a block, that norms a row

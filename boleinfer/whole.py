@@ -22,10 +22,12 @@ ROUND, SHALLOW = 4, 8  # features that could be read instead of a round of tiles
 
 
 class Norm(NamedTuple):
-    """x as the norm of stream + added, [1, Din] each, with gain [Din]; `sum` gets stream + added."""
+    """x as the norm of stream + added, [1, Din] each, with gain [Din]; `sum` gets stream + added.
+
+    added: None where nothing is added; `sum` is then `stream` itself"""
 
     stream: Array
-    added: Array
+    added: Array | None
     gain: Array
     eps: float
     sum: Array

@@ -66,8 +66,8 @@ struct Asker {
   }
 };
 
-// x = the norm of stream + added in the bits of add_rms_norm (rms_norm.cu), all three of D numbers, of which a warp makes
-// those of its own words of 16 bytes; block 0 writes the sum. `meanwhile` runs while the two are read.
+// x = the norm of stream + added, or of the stream alone, in the bits of rms_norm.cu, all of D numbers, of which a warp
+// makes those of its own words of 16 bytes; block 0 writes the sum. `meanwhile` runs while the two are read.
 // gain: in shared memory, perhaps on its way; squares: room for 32 numbers.
 template <class Meanwhile>
 __device__ __forceinline__ void norm(
@@ -80,9 +80,10 @@ __device__ __forceinline__ void norm(
   int place = lane & near - 1;
   const Two *of_stream = reinterpret_cast<const Two*>(stream) + 4 * i, *of_added = reinterpret_cast<const Two*>(added) + 4 * i;
   keep(place), keep(of_stream), keep(of_added);
-  Pack<Two, 4> h, more;
+  Pack<Two, 4> h, more = {};
   const auto read = [&] {
-    if (i < groups) h = load<4>(of_stream), more = load<4>(of_added);
+    if (i < groups) h = load<4>(of_stream);
+    if (i < groups && added) more = load<4>(of_added);
     of_stream += 4 * THREADS, of_added += 4 * THREADS;
   };
   after_previous();
@@ -98,7 +99,7 @@ __device__ __forceinline__ void norm(
         const float2 rounded = __bfloat1622float2(h.v[j]);
         square = fmaf(rounded.y, rounded.y, fmaf(rounded.x, rounded.x, square));
       }
-      if (blockIdx.x == 0) store(reinterpret_cast<Two*>(sum) + 4 * i, h);
+      if (blockIdx.x == 0 && added) store(reinterpret_cast<Two*>(sum) + 4 * i, h);
       store(reinterpret_cast<Two*>(x) + 4 * i, h);
     }
     square = warp_sum(square);

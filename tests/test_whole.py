@@ -83,8 +83,9 @@ def test_the_bits_of_linear_hopper_gated(R, Din, F, own, monkeypatch):
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize("D", [64, 320, 1024, 2560, 8192])
-def test_norm_and_product_in_one_launch(D, monkeypatch):
+def test_norm_and_product_in_one_launch(D, adds, monkeypatch):
     """The bits of two launches, in the product and in the stream, which is a new array; the old one stays as it was."""
     launched, launch = [], kernels.launch
     monkeypatch.setattr(kernels, "launch", lambda *a, **k: (launched.append(a[1]), launch(*a, **k)))
@@ -100,7 +101,7 @@ def test_norm_and_product_in_one_launch(D, monkeypatch):
                     m.setattr(residual, "_in_one_launch", lambda *_: None)
                 launched.clear()
                 before = device.upload(stream.copy())
-                out, after = call(Residual(before, device.upload(added), gain, 1e-6))
+                out, after = call(Residual(before, device.upload(added) if adds else None, gain, 1e-6))
                 assert len(launched) == (1 if one else 2)
                 if one:
                     np.testing.assert_array_equal(device.download(before), stream)
