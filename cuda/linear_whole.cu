@@ -78,7 +78,8 @@ __device__ __forceinline__ void norm(
   int i = threadIdx.x, near = 1;
   while (near < waves) near *= 2;  // lanes that have all sums of squares
   int place = lane & near - 1;
-  const Two *of_stream = reinterpret_cast<const Two*>(stream) + 4 * i, *of_added = reinterpret_cast<const Two*>(added) + 4 * i;
+  const Two* of_stream = reinterpret_cast<const Two*>(stream) + 4 * i;
+  const Two* of_added = reinterpret_cast<const Two*>(added ? added : stream) + 4 * i;
   keep(place), keep(of_stream), keep(of_added);
   Pack<Two, 4> h, more = {};
   const auto read = [&] {
@@ -177,9 +178,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, TOGETHER) linear_whole(
   if (lane == 0) {
 #pragma unroll 1
     for (int i = 0; i < places && asker.tile < asker.tiles; i++) {
-      const int first = i * RANGES + warp - AtOnce, range = first % RANGES;  // the run that has to be there before
-      const bool is = Places || first / RANGES * Run < range_start(range + 1, chunks) - range_start(range, chunks);
-      if (first >= 0 && is) wait(full[range][first / RANGES], 0);
+      const int before = i * RANGES + warp - AtOnce, range = before % RANGES;  // the run that has to be there first
+      const bool asked = Places || before / RANGES * Run < range_start(range + 1, chunks) - range_start(range, chunks);
+      if (before >= 0 && asked) wait(full[range][before / RANGES], 0);
       asker.ask();
     }
   }
