@@ -29,7 +29,7 @@ from boleinfer.forest import Forest, Tree
 from boleinfer.graphs import Eager, Graphs
 from boleinfer.ops.embedding import embedding
 from boleinfer.request import Request
-from boleinfer.sampling import BROKEN
+from boleinfer.sampling import BROKEN, Sampler
 from boleinfer.scheduler import Work
 from boleinfer.state import Batch, Place, State
 
@@ -152,6 +152,7 @@ class CudaExecutor:
         self.most_drafted = LARGEST_CAPTURED
         self._drafts: dict[int, Tree] = {}  # of the slots, as far as the host knows
         self._taken: dict[int, int] = {}  # by slot, the committed tokens that the MTP layer has taken in
+        self._taking = False  # whether the step that is launched has got as far as to move its requests on
 
     def draft_as(self, drafting: Sequence[DraftPlan]) -> None:
         """The ways in which the GPU drafts from now on; while no request runs."""
@@ -175,6 +176,9 @@ class CudaExecutor:
                 self._frame(size, way, few=True)
                 if size <= self._envelope(1 + self._draft_nodes, way):
                     self._frame(size, way, alone=True)
+
+    def check(self, sampler: Sampler) -> None:
+        self._sampling.check(sampler)
 
     def admit(self, request: Request) -> None:
         place = request.home
@@ -203,9 +207,15 @@ class CudaExecutor:
             frame.parts = parts if plain else None
             with self.runner.on():
                 frame.inputs.send()
-        with self.runner.on():
-            logits = self.runner.run((frame.inputs.rows, kind), lambda: self._step(frame, kind))
-            fetched = frame.step.results.fetch(len(works), drafts=way > 0)
+        self._taking = False
+        try:
+            with self.runner.on():
+                logits = self.runner.run((frame.inputs.rows, kind), lambda: self._step(frame, kind))
+                fetched = frame.step.results.fetch(len(works), drafts=way > 0)
+        except Exception as error:
+            for w in works if self._taking else ():
+                w.request.fail(f"a step failed when the GPU had taken its tokens ({error}); send the request again")
+            raise
         return lambda: [
             self._outcome(frame, kind, logits, b, w, emitted) for b, (w, emitted) in enumerate(zip(works, fetched()))
         ]
@@ -296,6 +306,7 @@ class CudaExecutor:
         rows, use = hidden if len(wanted) == inputs.rows else embedding(wanted, hidden), inputs.on.use
         logits, largest = self.model.logits_to_sample(rows, use, self._sampling.allowed, frame.largest)  # [n, vocab]
         self._sampling.sample(logits, largest, wanted, use, step.forest, step.slot, step.root, frame.token)
+        self._taking = True
         accept(frame.token, inputs, slots, self._sampling, step)
         self.state.commit(batch, pending, step.paths)
         if kind.waits:

@@ -46,17 +46,23 @@ class SamplingTable:
         arrays = (self.numbers, self.whole, self.seed, self.early, self.bias, self.seen, self.known, self.generated)
         return sum(a.nbytes for a in arrays) + (0 if self.allowed is None else self.allowed.nbytes)
 
-    def set(self, slot: int, sampler: Sampler, tokens: Sequence[int]) -> None:
-        """Takes over a request before its first step: its parameters, and its tokens (prompt and output) so far.
-
-        Raises ValueError when min_tokens would have to forbid more than MAX_EARLY ids.
-        """
-        p, early, generated = sampler.params, sampler.early_ids, sampler.history.generated
+    @staticmethod
+    def check(sampler: Sampler) -> None:
+        """Raises ValueError when min_tokens would have to forbid more than MAX_EARLY ids."""
+        p, early = sampler.params, sampler.early_ids
         if p.min_tokens and len(early) > MAX_EARLY:
             raise ValueError(
                 f"min_tokens={p.min_tokens} has to forbid {len(early)} end and stop ids; at most {MAX_EARLY} are "
                 "possible on the GPU: name fewer stop_token_ids, or leave min_tokens out"
             )
+
+    def set(self, slot: int, sampler: Sampler, tokens: Sequence[int]) -> None:
+        """Takes over a request before its first step: its parameters, and its tokens (prompt and output) so far.
+
+        Raises ValueError as `check` does.
+        """
+        p, early, generated = sampler.params, sampler.early_ids, sampler.history.generated
+        self.check(sampler)
         numbers = [p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty]
         flags = _GREEDY * p.greedy | _PENALISES * p.penalises | _BIASED * bool(p.logit_bias)
         top_k = p.top_k if 0 < p.top_k < self.vocab else 0

@@ -83,6 +83,7 @@ class Engine:
             budget.learn(of_before)
         drafted = max(began, under_way.planned)
         if self._goes_on(under_way):
+            self._under_way = under_way  # still to be read if the next one cannot be started
             self._under_way = self._run(under_way.works, under_way.way, under_way.ahead + 1)
         works = [(w, o) for w, o in zip(under_way.works, under_way.outcomes()) if not w.request.finished]
         news = []
@@ -120,7 +121,13 @@ class Engine:
         self._way = way
         if not any(w.complete for w in works):  # nobody samples, so there is nothing to draft for
             variant = 0
-        return _Step(works, self.executor.start(works, variant), way, drawn, planned, ahead)
+        try:
+            return _Step(works, self.executor.start(works, variant), way, drawn, planned, ahead)
+        except Exception:
+            for work in works:
+                if work.request.finished:  # a step that failed halfway ends its requests
+                    self.drop(work.request)
+            raise
 
     def _goes_on(self, step: _Step) -> bool:
         """Whether the next step is the same as this one, whatever this one gives."""

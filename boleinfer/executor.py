@@ -15,7 +15,7 @@ from boleinfer.draft.base import Committed
 from boleinfer.draft.device import Drafted
 from boleinfer.forest import Forest, Tree
 from boleinfer.request import Request
-from boleinfer.sampling import BrokenLogits, accept
+from boleinfer.sampling import BrokenLogits, Sampler, accept
 from boleinfer.scheduler import Work
 from boleinfer.state import Place, State
 
@@ -62,6 +62,10 @@ class Executor(Protocol):
     depths: Sequence[int]
     most_drafted: int
 
+    def check(self, sampler: Sampler) -> None:
+        """Raises ValueError for parameters that it cannot sample by."""
+        ...
+
     def admit(self, request: Request) -> None:
         """The request has got its place and takes part from now on."""
         ...
@@ -69,7 +73,8 @@ class Executor(Protocol):
     def start(self, works: Sequence[Work], way: int = 0) -> Callable[[], list[Outcome]]:
         """Starts a step; what it returns waits for it and tells what it gave each work's request.
 
-        way: how to draft for the next step by itself; 0: not"""
+        way: how to draft for the next step by itself; 0: not
+        Where it raises, requests are what they were, or failed if that cannot be."""
         ...
 
     def may_repeat(self, works: Sequence[Work]) -> bool:
@@ -97,6 +102,9 @@ class HostExecutor:
         self.price: Callable[..., CostTable | None] = lambda fresh=False: None
         self.depths: Sequence[int] = ()
         self.most_drafted = 1 << 16
+
+    def check(self, sampler: Sampler) -> None:
+        pass
 
     def admit(self, request: Request) -> None:
         pass

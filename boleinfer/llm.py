@@ -173,6 +173,8 @@ class LLM:
     ):
         _one_of("device", device, ("auto", "cpu", "cuda"))
         _one_of("dtype", dtype, ("auto", "float32", "bfloat16"))
+        if model is not None and random_weights is not None:
+            raise ConfigError(f"model={str(model)!r} and random_weights={random_weights!r} were both given; give one")
         gpu = backend.choose_device(device)
         asked_rows, max_rows = max_rows, max(max_batch, GPU_ROWS if gpu else CPU_ROWS) if max_rows is None else max_rows
         _at_least(1, max_batch=max_batch, max_rows=max_rows, page_size=page_size, ring=ring)
@@ -315,6 +317,7 @@ class LLM:
             text = TextOutput(stream, params.stop_strings)
             try:
                 sampler = Sampler(params, seed, choice, tokens, end_ids, self._valid)
+                self.engine.executor.check(sampler)
             except ValueError as error:
                 raise RequestError(str(error)) from None
             group.append(_Running(Request(list(tokens), params, sampler, limit, end_ids, text.push), text, choice))

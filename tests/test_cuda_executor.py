@@ -169,6 +169,27 @@ def test_f50_a_failed_step_changes_nothing(tmp_path, gpu, monkeypatch):
     assert [r.generated for r in requests] == want
 
 
+@pytest.mark.parametrize("where", ["mtp", "commit"])
+def test_f50_a_step_that_fails_halfway_ends_its_requests(tmp_path, gpu, monkeypatch, where):
+    """The GPU has taken tokens by then of which nobody hears; who waits is served, and nothing leaks."""
+    folder = plausible_checkpoint(tmp_path, "qwen3_5")
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    want = finish(engine_of(load(folder)), [request_of(prompts()[0], greedy)])
+    engine = cuda_engine(folder, "auto", max_batch=2, max_rows=16)
+    engine.executor.runner = Eager()
+    requests = [request_of(p, greedy) for p in (prompts()[1], prompts()[2], prompts()[0])]
+    for request in requests:
+        engine.add(request)
+    for _ in range(2):
+        engine.step()
+    owner = type(engine.executor.model if where == "mtp" else engine.state)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(owner, where, lambda *args: (_ for _ in ()).throw(MemoryError("injected")))
+        engine.step()
+    assert [r.finish_reason for r in requests] == ["error", "error", None] and "injected" in requests[0].error
+    assert finish(engine, []) == [] and [requests[2].generated] == want
+
+
 def test_ways_to_draft_may_change_at_any_step(tmp_path, gpu):
     folder = plausible_checkpoint(tmp_path, "qwen3_5")
     greedy = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)

@@ -7,6 +7,9 @@ import pytest
 
 from boleinfer import LLM, SamplingParams
 from boleinfer.request import RequestError
+from tests import emulator
+from tests.checkpoints import plausible_checkpoint
+from tests.tokenizers_made import make_tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
@@ -191,9 +194,22 @@ def test_bad_parameters_are_named(llm, folder):
         ({"max_batch": 0}, "at least 1"),
         ({"max_rows": 2}, "max_rows=2 is less than max_batch=8"),
         ({"draft_nodes": -1}, "draft_nodes=-1"),
+        ({"random_weights": "qwen3.5-9b"}, "were both given; give one"),
     ]:
         with pytest.raises(ValueError, match=why):
             LLM(folder, **options)
+
+
+def test_what_a_gpu_cannot_sample_by_is_said_before_anything_runs(tmp_path):
+    if problem := emulator.missing():
+        pytest.skip(problem)
+    folder = make_tokenizer(plausible_checkpoint(tmp_path, "qwen3_5", "BF16", 1))
+    with emulator.emulated():
+        gpu = LLM(folder, device="cuda", draft="none", max_model_len=64, max_batch=1, graphs=False)
+        too_many = SamplingParams(min_tokens=2, stop_token_ids=list(range(70)))
+        with pytest.raises(RequestError, match="min_tokens=2 has to forbid 7. end and stop ids"):
+            gpu.generate(["a", "b"], [GREEDY, too_many])
+        assert not gpu.engine.busy
 
 
 def test_long_and_odd_text(llm):
