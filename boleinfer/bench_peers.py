@@ -88,16 +88,23 @@ def _process(folder: str, cases: Sequence[Case], limit_s: float) -> tuple[list[d
         process.stdin.write(json.dumps(cases))
         process.stdin.close()
         for _ in cases:
-            timer = threading.Timer(limit_s, process.kill)
+            late = threading.Event()
+
+            def end(late: threading.Event = late) -> None:
+                late.set()  # before the pipe ends
+                process.kill()
+
+            timer = threading.Timer(limit_s, end)
             timer.start()
             line = next((line for line in process.stdout if line.startswith(ANSWER)), None)
-            late = not timer.is_alive()
             timer.cancel()
             answer = {} if line is None else json.loads(line.removeprefix(ANSWER))
             if "peer_error" in answer:
                 return found, answer["peer_error"]
+            if late.is_set():
+                return found, f"more than {limit_s:g} s"
             if line is None:
-                return found, f"more than {limit_s:g} s" if late else f"its process ended with {process.wait()}"
+                return found, f"its process ended with {process.wait()}"
             found.append(answer)
     return found, ""
 

@@ -20,11 +20,11 @@ _HELP = "/reset forgets the conversation, /system TEXT sets the system message, 
 
 
 def chat(args: argparse.Namespace) -> int:
-    """Exit status of the command. Ctrl-C at the prompt raises KeyboardInterrupt."""
+    """Exit status of the command: 1 when an answer ended in an error. Ctrl-C at the prompt raises KeyboardInterrupt."""
     sampling_params(args)  # a bad value is reported before any weight is read
     llm = load_model(args)
     params = sampling_params(args, llm.default_params)
-    messages = [_message("system", args.system)] if args.system else []
+    messages, status = [_message("system", args.system)] if args.system else [], 0
     for line in read_lines():
         name, _, rest = line.partition(" ")
         if name == "/exit":
@@ -49,7 +49,10 @@ def chat(args: argparse.Namespace) -> int:
             messages = [*turn, _message("assistant", text)]
             if output is not None and not args.quiet:
                 print(describe(output.outputs), file=sys.stderr)
-    return 0
+            if output is not None and (broken := output.outputs[0].error):
+                print(f"boleinfer: the answer ended early: {broken}", file=sys.stderr)
+                status = 1
+    return status
 
 
 def read_lines() -> Iterator[str]:

@@ -25,6 +25,8 @@ commands at a glance:
   boleinfer check                            does every op compute what its definition says on this machine?
   boleinfer verify                           does speculation change a single token, with your model and prompts?
   boleinfer doctor                           can the GPU be used here, and what to do if not?
+  boleinfer kernels                          do all CUDA kernels compile, and what does each need?
+  boleinfer calibrate                        what steps cost here, by which it is chosen how much to draft
   boleinfer bench cpu                        what speculation gains on this machine
 
 exit status: 0 done, 1 failed while running, 2 something you asked for cannot be, 130 stopped with Ctrl-C
@@ -208,7 +210,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character gets "?" instead of a crash
     args = build_parser().parse_args(argv)
-    if getattr(args, "model", None) is None:  # before NumPy is imported; see docs/performance-notes.md
+    if (getattr(args, "model", None) or getattr(args, "random_weights", None)) is None:
+        # the bundled model, before NumPy is imported; see docs/performance-notes.md
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         with warnings.catch_warnings():

@@ -85,7 +85,7 @@ def stream(llm: LLM, prompt: str, params: SamplingParams) -> tuple[RequestOutput
 
 def _print_whole(args: argparse.Namespace, output: RequestOutput) -> None:
     if args.json:
-        record = {"model": args.model or "bole-coder-16m", "prompt": output.prompt,
+        record = {"model": args.model or args.random_weights or "bole-coder-16m", "prompt": output.prompt,
                   "prompt_token_ids": output.prompt_token_ids, **_plain(output.outputs[0])}  # fmt: skip
         if len(output.outputs) > 1:
             record["choices"] = [_plain(o) for o in output.outputs]

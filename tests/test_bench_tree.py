@@ -157,9 +157,6 @@ class Timer(threading.Thread):
                 self.over.set()
                 self.end()
 
-    def is_alive(self):
-        return not self.over.is_set()
-
     def cancel(self):
         self.over.set()
 

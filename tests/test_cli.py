@@ -249,7 +249,7 @@ def test_no_prompt_at_a_terminal(fake, stdin, capsys):
 
 @pytest.mark.parametrize(
     ("flags", "before", "after"),
-    [([], None, "1"), ([], "3", "3"), (["-m", "elsewhere"], None, None)],
+    [([], None, "1"), ([], "3", "3"), (["-m", "elsewhere"], None, None), (["--random-weights", "x"], None, None)],
 )
 def test_one_blas_thread_for_the_bundled_model(fake, monkeypatch, flags, before, after):
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", before or "")
@@ -321,6 +321,13 @@ def test_chat_at_a_terminal_goes_on_after_a_bad_turn(fake, stdin, capsys, monkey
     assert cli.main(["chat", "-q"]) == 0
     assert "too long" in capsys.readouterr().err
     assert roles(fake.asked[-1][0]) == [("user", "e")]
+
+
+def test_chat_says_why_an_answer_ended_early(fake, stdin, capsys):
+    fake.error = "the model's logits hold NaN"
+    stdin(b"a\nb\n")
+    assert cli.main(["chat", "-q"]) == 1
+    assert capsys.readouterr().err.count("the answer ended early: the model's logits hold NaN") == 2
 
 
 def test_chat_from_a_pipe_stops_at_a_bad_turn(fake, stdin, capsys):
