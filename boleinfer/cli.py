@@ -117,7 +117,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def command(name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=summary, description=summary.capitalize() + ".", epilog=epilog)
+        sentence = f"{summary[0].upper()}{summary[1:]}."
+        made = commands.add_parser(name, help=summary, description=sentence, epilog=epilog)
         made.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
         return made
 
@@ -176,7 +177,7 @@ def build_parser() -> argparse.ArgumentParser:
     verify.add_argument("--prompts", metavar="FILE", help="prompts to answer (default: six that are built in)")
     verify.add_argument("--json", action="store_true", help="print it as one JSON object")
     _add_quiet(verify)
-    add_sampling_flags(verify, choices=False)
+    add_sampling_flags(verify, choices=False, max_tokens=48)
     add_run_flags(verify)
     add_hub_flags(verify.add_argument_group("model"))
     verify.set_defaults(run=_run_verify, draft=None)

@@ -48,7 +48,7 @@ def _logit_bias(text: str) -> tuple[int, float]:
 
 # (flags, field of SamplingParams, type, metavar, help). The first long flag is llama.cpp's or vLLM's name for it.
 _SAMPLING: list[tuple[tuple[str, ...], str, Any, str, str]] = [
-    (("-n", "--max-tokens", "--predict"), "max_tokens", int, "N", "stop after N tokens (default: 256)"),
+    (("-n", "--max-tokens", "--predict"), "max_tokens", int, "N", "stop after N tokens (default: {})"),
     (("-t", "--temp", "--temperature"), "temperature", float, "T", "0 = always the likeliest token"),
     (("--top-k",), "top_k", int, "K", "sample among the K likeliest tokens; 0 = all"),
     (("--top-p",), "top_p", float, "P", "sample among the likeliest tokens that hold probability P; 1 = all"),
@@ -91,7 +91,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--random-weights",
         metavar="SIZE",
-        help="shapes of a published model, such as qwen3.5-9b or qwen3.5-27b-fp8, made up weights",
+        help="shapes of a published model, such as qwen3.5-9b or qwen3.5-27b-fp8, with made-up weights",
     )
     group.add_argument("--no-graphs", dest="graphs", action="store_false", help="launch kernels one by one (debugging)")
     group.add_argument(
@@ -114,7 +114,8 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
                        "or ngram: look-up in the text; graft: all there are)")  # fmt: skip
     group.add_argument("-md", "--draft-model", "--model-draft", metavar="MODEL",
                        help="folder or hub id of a smaller model of the same tokenizer, which drafts too")  # fmt: skip
-    group.add_argument("--draft-nodes", "--draft-max", type=count, metavar="N", help="at most N proposed tokens a step")
+    group.add_argument("--draft-nodes", "--draft-max", type=count, metavar="N",
+                       help="at most N proposed tokens a step (default: 8, on a GPU 63)")  # fmt: skip
     group.add_argument("--draft-depth", type=count, metavar="N", help="at most N of them in a row (default: 8)")
     group.add_argument("--draft-top-k", type=count, metavar="N",
                        help="children of a node of a drafted tree, on the CPU (default: 3)")  # fmt: skip
@@ -124,11 +125,13 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
                        help="look up in the last N tokens of earlier answers, too (default: 0)")  # fmt: skip
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, choices: bool) -> None:
-    """One flag a field of SamplingParams; what is not given keeps the model's own default."""
+def add_sampling_flags(parser: argparse.ArgumentParser, choices: bool, max_tokens: int = 256) -> None:
+    """One flag a field of SamplingParams; what is not given keeps the model's own default.
+
+    max_tokens: the command's default, for the help"""
     group = parser.add_argument_group("sampling (default: the model's generation_config.json)")
     for flags, field, kind, metavar, text in _SAMPLING:
-        group.add_argument(*flags, dest=field, type=kind, metavar=metavar, help=text)
+        group.add_argument(*flags, dest=field, type=kind, metavar=metavar, help=text.format(max_tokens))
     group.add_argument("--logit-bias", type=_logit_bias, action="append", metavar="ID=BIAS", help="may be repeated")
     group.add_argument("--stop", action="append", metavar="TEXT",
                        help="stop before TEXT; may be repeated; a newline is $'\\n' in most shells")  # fmt: skip

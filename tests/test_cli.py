@@ -215,6 +215,13 @@ def test_bad_flags(capsys, arguments, said):
     assert left.value.code == 2 and said in capsys.readouterr().err
 
 
+def test_names_keep_their_capitals(capsys):
+    for command, words in (("doctor", "Look whether the GPU can"), ("kernels", "Compile the CUDA kernels")):
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        assert words in capsys.readouterr().out
+
+
 def test_memory_flags_reach_the_library(monkeypatch, capsys):
     asked = {}
 

@@ -117,6 +117,13 @@ def test_bad_prompt_files_are_named(tmp_path, capsys, name, content, why):
     assert why in capsys.readouterr().err
 
 
+def test_the_help_says_how_long_answers_are(capsys):
+    for command, tokens in (("verify", verify.TOKENS), ("generate", SamplingParams().max_tokens)):
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        assert f"stop after N tokens (default: {tokens})" in capsys.readouterr().out
+
+
 def test_a_prompt_a_line(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("one\n\ntwo words\n")
