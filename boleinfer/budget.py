@@ -3,10 +3,14 @@
     choose R to maximise (B + sum of the R likeliest path probabilities) / (draft cost + c(R)),  R = B always among them
 
 c is a table of measured seconds (costs.py), corrected by how long steps then take. Whether drafting pays at all cannot
-be read off a draft that was not made, so each way to draft has a record of its hits:
+be read off a draft that was not made, so each way to draft has a record of what drafts claimed, and of their hits:
 
-    tokens a step and request = 1 + coverage (a + a^2 + .. + a^depth)     a: a guess is right where those before it are
+    tokens a step and request = 1 + coverage surprise (c_1 + c_2 + .. + c_depth)
     speed of a way            = tokens / seconds of its steps, against plain decoding
+
+c_d is what a draft's probabilities of its nodes of depth d add up to, among the likeliest that so many rows have room
+for; known as soon as one was made, and taken to fall further down as it fell before. Surprise is how many tokens were
+right for each that drafts expected. Where nothing was drafted yet, c_d is that of a chain.
 
 The fastest way is taken, and plain decoding as soon as it looks fastest. Another way is tried again for a few steps
 where it may be about as fast; while nothing is drafted, the one of each kind whose try loses least. Pauses between
@@ -25,8 +29,10 @@ import numpy as np
 from boleinfer.costs import CostTable
 from boleinfer.forest import Tree
 
-PRIOR_RATE, PRIOR_TRIES = 0.7, 4.0  # what is believed of a guess before any was verified, and how firmly
-ALIKE_TRIES = 24.0  # how firmly is foreseen what a way brings whose rate others share
+PRIOR_RATE = 0.7  # how often a guess is right where those before it are, before any was seen
+SEEN, PRIOR_HITS = 0.5, 2.0  # drafts from which on their depth is known; how firmly it is believed that they are right
+PRIOR_TRIES = 4.0  # how firmly is foreseen what a way brings
+ALIKE_TRIES = 24.0  # the same where others draft with the same
 RECENT = 24.0  # steps after which a record counts a third
 PRIOR_LOOKUP = 0.05  # part of the requests for which something is found without the GPU's drafts, before any was asked
 AHEAD = 1.03  # how much faster plain decoding is taken to be than it looks: the host does its part meanwhile
@@ -65,8 +71,7 @@ class StepNews:
 
     way:      its way; `drawn` the one that made the trees that it verified
     batch, context, rows: requests, their mean length, rows in all
-    depth, expected, accepted: of each request's draft the tokens of its longest path (0: none), the sum of its
-              probabilities, and how many tokens of it were right
+    drafts, accepted: of each request the guesses that were verified, and how many tokens of them were right
     seconds:  of the whole step; draft_s: of it, the host's drafting
     """
 
@@ -75,23 +80,31 @@ class StepNews:
     batch: int
     context: float
     rows: int
-    depth: Sequence[int]
-    expected: Sequence[float]
+    drafts: Sequence[Tree]
     accepted: Sequence[int]
     seconds: float
     draft_s: float
 
+    @property
+    def expected(self) -> float:
+        """Tokens of drafts that should be right by their probabilities."""
+        return sum(float(d.prob.sum()) for d in self.drafts)
+
 
 @dataclass
 class _Record:
-    """What is known of a way, recent steps counting most. Sums of steps, or of their requests."""
+    """What is known of a way, recent steps counting most. Sums of steps, or of their requests.
 
+    likely: float64 [sizes of the table, depth of the way], probabilities of the drafts' likeliest nodes, as many as a
+            step of that size has room for, by their depth"""
+
+    likely: np.ndarray
     asked: float = 0.0
     brought: float = 0.0
     drafted: float = 0.0
     spoken: float = 0.0  # as asked, but remembered over tries
+    claimed: float = 0.0  # tokens that drafts expected to be right
     hits: float = 0.0
-    tries: float = 0.0
     steps: float = 0.0
     rows: float = 0.0  # of a request
     slow: float = 0.0  # seconds against the table's and the pace of all ways at the time
@@ -102,12 +115,13 @@ class _Record:
 
     def fade(self, keep: float) -> None:
         """Lets what is known count less."""
-        for name in ("asked", "brought", "drafted", "spoken", "hits", "tries", "steps", "rows", "slow", "draft_s"):
+        names = "likely", "asked", "brought", "drafted", "spoken", "claimed", "hits", "steps", "rows", "slow", "draft_s"
+        for name in names:
             setattr(self, name, getattr(self, name) * keep)
 
     def forget(self) -> None:
         """A try begins: what its steps bring counts more than what others brought."""
-        for name in ("asked", "brought", "steps", "rows", "slow", "draft_s"):
+        for name in ("asked", "brought", "claimed", "hits", "steps", "rows", "slow", "draft_s"):
             setattr(self, name, getattr(self, name) / 4)
 
 
@@ -135,18 +149,21 @@ class Budget:
     def __post_init__(self) -> None:
         if not self.ways or self.ways[0] != PLAIN:
             raise ValueError(f"a budget's first way is to draft nothing, got {self.ways}")
-        self._records = [_Record() for _ in self.ways]
+        sizes = () if self.costs is None else self.costs.rows
+        self._records = [_Record(np.zeros((len(sizes), way.depth))) for way in self.ways]
         self._best = next((i for i, way in enumerate(self.ways) if way.variant), min(1, len(self.ways) - 1))
 
     def choose(self, batch: int, context: float) -> int:
         """The number of the way for a step of so many decoding requests; the same until `learn` is called."""
-        if self.costs is None or len(self.ways) == 1 or not batch:
+        if self.costs is None or len(self.ways) == 1:
             return self._best
         if batch >= self.costs.most:
             return 0
-        if not self._begun:
-            self._best = max(range(1, len(self.ways)), key=lambda i: self.speed(i, batch, context))
+        if not self._begun:  # perhaps by a prompt, whose last step drafts for one request
+            self._best = max(range(1, len(self.ways)), key=lambda i: self.speed(i, max(1, batch), context))
             self._begun = True
+        if not batch:
+            return self._best
         return self._best if self._trial is None else self._trial
 
     def share(self, trees: Sequence[Tree], way: int, context: float, most: int) -> list[Tree]:
@@ -173,24 +190,37 @@ class Budget:
     def speed(self, way: int, batch: int, context: float) -> float:
         """Tokens of a way over its time, against plain decoding as the table has it: foreseen, then as it was."""
         assert self.costs is not None
-        costs, r, a, coverage = self.costs, self._records[way], self.rate(way), self._coverage(way)
+        costs, r = self.costs, self._records[way]
         plain, draft_s, slow = costs.one_s(batch, batch, context), self.draft_s(way, batch), self._slow(way)
-        foreseen, tokens, likely = 0.0, 1.0, coverage
-        for rows in range(1, min(self.ways[way].depth, costs.most // batch - 1) + 2):  # of a request
-            foreseen = max(foreseen, tokens * plain / (slow * costs.one_s(rows * batch, batch, context) + draft_s))
-            likely *= a
-            tokens += likely
-        if not r.steps or not way:
+        if not way:
+            return 1 / slow
+        sizes = np.maximum(costs.rows, batch)
+        tokens = 1 + self._coverage(way) * self._right(way, sizes / batch)
+        foreseen = float((tokens * plain / (slow * costs.step_s(sizes, batch, context) + draft_s)).max())
+        if not r.steps:
             return foreseen
         step = costs.one_s(min(r.rows / r.steps * batch, costs.most), batch, context)
         seen = (1 + r.brought / r.asked) * plain / (slow * step + draft_s)
         firm = PRIOR_TRIES if len(self._alike(way)) < 2 else ALIKE_TRIES
         return (firm * foreseen + r.asked * seen) / (firm + r.asked)
 
-    def rate(self, way: int) -> float:
-        """How often a guess of a way is right when those before it were; the GPU's ways have one layer and one rate."""
-        hits, tries = (sum(getattr(r, name) for r in self._alike(way)) for name in ("hits", "tries"))
-        return (hits + PRIOR_TRIES * PRIOR_RATE) / (tries + PRIOR_TRIES)
+    def _right(self, way: int, rows: np.ndarray) -> np.ndarray:
+        """[sizes of the table]: tokens of a draft that will be right, where a request has so many rows."""
+        alike, depth = self._alike(way), self.ways[way].depth
+        told, drafts = np.zeros((len(rows), depth)), np.zeros(depth)
+        for r in alike:
+            n = min(depth, r.likely.shape[1])
+            told[:, :n] += r.likely[:, :n]
+            drafts[:n] += r.drafted
+        known = int((drafts >= SEEN).sum())
+        if not known:
+            return PRIOR_RATE * (1 - PRIOR_RATE ** np.clip(rows - 1, 0, depth)) / (1 - PRIOR_RATE)
+        found = told[:, :known] / drafts[:known]
+        last, above = found[:, -1], found[:, -2] if known > 1 else 1.0
+        fall = np.clip(last / np.maximum(above, 1e-9), 0, 1)
+        more = last * sum(fall**i for i in range(1, depth - known + 1))
+        hits, claimed = sum(r.hits for r in alike), sum(r.claimed for r in alike)
+        return (found.sum(1) + more) * (hits + PRIOR_HITS) / (claimed + PRIOR_HITS)
 
     def draft_s(self, way: int, batch: int) -> float:
         """Seconds that drafting adds to a step, on the host and on the GPU."""
@@ -205,8 +235,8 @@ class Budget:
         resting = not news.way and not self._best and self._steps >= EARLY and self._steps % LOOKED_AT
         if news.way == news.drawn and not resting:  # else the step has the one way's guesses and the other's time
             self._record(news)
-        if sum(news.depth):
-            keep, happened = 1 - 1 / (2 * RECENT), (sum(news.accepted), sum(news.expected))
+        if any(map(len, news.drafts)):
+            keep, happened = 1 - 1 / (2 * RECENT), (sum(news.accepted), news.expected)
             right, expected = (
                 keep * s + (1 - keep) * u + new for s, u, new in zip(self._surprise, UNSURPRISED, happened)
             )
@@ -227,9 +257,11 @@ class Budget:
         r.asked += news.batch
         r.spoken += news.batch
         r.brought += sum(news.accepted)
-        r.drafted += sum(d > 0 for d in news.depth)
+        r.drafted += sum(len(d) > 0 for d in news.drafts)
         r.hits += sum(news.accepted)
-        r.tries += sum(min(a + 1, d) for a, d in zip(news.accepted, news.depth))
+        r.claimed += news.expected
+        if any(map(len, news.drafts)):
+            self._read(r, news)
         told = self.costs.one_s(news.rows, news.batch, news.context)
         told += self.costs.draft_s(self.ways[news.way].variant, news.batch)
         ratio = (news.seconds - news.draft_s) / told
@@ -245,6 +277,17 @@ class Budget:
         r.slow += ratio / self._pace_now
         r.draft_s += news.draft_s / self._pace_now
         self._pace_now += (ratio / self._slow(news.way) - self._pace_now) / min(self._timed, PACE_STEPS)
+
+    def _read(self, r: _Record, news: StepNews) -> None:
+        """What a step's drafts say of themselves."""
+        assert self.costs is not None
+        deepest = r.likely.shape[1]
+        prob, depth = (np.concatenate([getattr(d, name) for d in news.drafts]) for name in ("prob", "depth"))
+        order = np.argsort(-prob, kind="stable")
+        prob, depth = prob[order], np.minimum(depth[order], deepest - 1)
+        for likely, size in zip(r.likely, self.costs.rows):
+            n = max(0, size - news.batch)
+            likely += np.bincount(depth[:n], prob[:n], minlength=deepest)
 
     def _pace(self, news: StepNews) -> None:
         """Counts the steps until a way is tried again, and ends a try."""
@@ -266,7 +309,8 @@ class Budget:
                     r.due = self._pause(i, news)
                 if r.since >= r.due:
                     self._trial, self._left, self._surprise = i, TRIED, UNSURPRISED
-                    r.forget()
+                    for stale in [r] if self._best else self._alike(i):
+                        stale.forget()
                     return
 
     def _is_cheapest(self, way: int, news: StepNews) -> bool:

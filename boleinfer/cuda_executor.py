@@ -36,7 +36,6 @@ from boleinfer.state import Batch, Place, State
 ONE = 1  # row of the envelope in which a lone request decodes plainly
 SMALLEST, LARGEST_CAPTURED = 8, 128  # rows of the others; larger steps read prompts and run kernel by kernel
 LEVEL_ROWS = 8  # nodes of a level of all drafts together, where more requests have one each
-FEWEST_DRAFTED = 16  # rows of an envelope whose step drafts
 ALONE_ROWS = 16  # rows that are accepted of a request that decodes alone, at most
 
 
@@ -64,7 +63,7 @@ class DraftPlan:
 
 DRAFT_PLANS = (  # few: each is captured with each envelope
     DraftPlan(top_k=4, width=8),
-    DraftPlan(top_k=4, width=8, depth=8),
+    DraftPlan(top_k=4, width=8, depth=7),  # with the root a chain of 8 rows, which cost hardly more than one
     DraftPlan(ids=None),  # for texts in other languages
 )
 
@@ -171,7 +170,7 @@ class CudaExecutor:
             self._frame(size, 0)
             self._frame(size, 0, few=True)
             self._frame(size, 0, single=True)
-            for way in range(1, 1 + len(self._drafting)) if size >= min(FEWEST_DRAFTED, self._max_rows) else ():
+            for way in range(1, 1 + len(self._drafting)) if size >= min(SMALLEST, self._max_rows) else ():
                 self._frame(size, way)
                 self._frame(size, way, few=True)
                 if size <= self._envelope(1 + self._draft_nodes, way):
@@ -364,7 +363,7 @@ class CudaExecutor:
 
     def _envelope(self, rows: int, way: int) -> int:
         """Rows of the smallest frame that holds so many."""
-        size = FEWEST_DRAFTED if way else ONE if rows == ONE else SMALLEST
+        size = ONE if rows == ONE and not way else SMALLEST
         while size < rows:
             size *= 2
         return min(size, self._max_rows)

@@ -167,15 +167,13 @@ class Engine:
         seconds = verified - began + tail
         if step.ahead:  # it ran while the step before was taken in
             seconds = seconds + waited if waited < IDLE * seconds else math.inf
-        drafts = [w.draft for w, _ in works]
         step_news = StepNews(
             step.way,
             step.drawn,
             batch=len(works),
             context=mean_length([w.request for w, _ in works]),
             rows=sum(len(w.tree) for w, _ in works),
-            depth=[int(d.depth.max()) + 1 if len(d) else 0 for d in drafts],
-            expected=[float(d.prob.sum()) for d in drafts],
+            drafts=[w.draft for w, _ in works],
             accepted=[max(0, len(o.tokens) - 1) for _, o in works],
             seconds=seconds,
             draft_s=0.0 if step.ahead else drafted - began + tail,

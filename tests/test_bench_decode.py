@@ -88,7 +88,7 @@ def test_graphs_are_weighed(pretend, monkeypatch):  # noqa: F811
     monkeypatch.setattr(bench_graphs, "array_bytes", lambda: 0)
     found = bench_graphs.weighed(TINY)
     llm = LLM(device="cuda", random_weights=TINY, draft="auto")
-    drafted = 2 + 2 + 1  # from 16 rows on; for a request alone; of 32 rows, few of each request
+    drafted = 3 + 3 + 1  # for several; for a request alone; of 32 rows, few of each request
     assert found["graphs"] == 4 * 2 + 1 + drafted * len(llm.engine.executor.depths)  # plain steps of single rows or not
     assert found["captures_while_serving"] == 0 and found["pool_grew_bytes"] == 0
     shown = bench_tables.decode({**GPU, "read_gb_s": 1.0, "rows": [], "graphs": {**found, "bytes": 123456789}})

@@ -68,12 +68,7 @@ class World:
             took = self.slow * float(self.costs.step_s(np.asarray([rows]), self.batch, 1000)[0])
             took += self.costs.draft_s(self.ways[way].variant, self.batch)
             drafted = self.draft_s if way and not gpu else 0.0
-            self.budget.learn(
-                StepNews(
-                    way, drawn, self.batch, 1000, rows, [len(t) for t in trees], [float(t.prob.sum()) for t in trees],
-                    right, took + drafted, drafted,
-                )
-            )  # fmt: skip
+            self.budget.learn(StepNews(way, drawn, self.batch, 1000, rows, trees, right, took + drafted, drafted))
             self.before = way
             self.used.append(way)
             seconds += took + drafted
@@ -110,6 +105,16 @@ def test_nearly_as_fast_as_the_best_way(rate, batch, level_s):
     world = World(costs, ON_GPU, batch, rate)
     world.run(200)
     assert world.speed(1500) >= 0.9 * max(alone)
+
+
+@pytest.mark.parametrize("rate,better", [(0.95, 2), (0.4, 1)])
+@pytest.mark.parametrize("way", [1, 2])
+def test_what_one_way_claims_tells_of_the_others(rate, better, way):
+    """Few levels or many: known from the first drafts on, whichever way made them."""
+    world = World(gpu_table(0.15e-3), ON_GPU, 1, rate)
+    world.budget.choose = lambda *_: way
+    world.run(4)
+    assert world.budget.speed(better, 1, 1000) > 1.03 * world.budget.speed(3 - better, 1, 1000)
 
 
 def test_back_when_the_text_changes():
