@@ -105,18 +105,21 @@ class Guesses:
         # for each request, position and depth the number that decides which rank the right token has
         self._drawn = np.random.default_rng(seed).random((len(self._answers), longest, DEEPEST))
 
-    def tokens(self, i: int, known: int, shape: Shape, most: int) -> np.ndarray:
-        """int32, what the nodes of Template.of(profile, shape, most) are behind the first tokens of answer i."""
-        t = Template.of(self.profile, shape, most)
-        ahead = np.resize(self._answers[i][known : known + shape.depth], shape.depth)
-        token = ((ahead[t.depth] + 1 + t.rank) % self._vocab).astype(np.int32)
-        at, right = -1, np.searchsorted(shape.known * np.cumsum(self.profile.ranks), self._drawn[i, known])
-        for d in range(shape.depth if self._honest else 0):
-            children = np.flatnonzero((t.parent == at) & (t.rank == right[d]))
-            if not len(children):
-                break
-            at = int(children[0])
-            token[at] = ahead[d]
+    def tokens(self, i: int, known: np.ndarray | int, shape: Shape, most: int) -> np.ndarray:
+        """int32 [.., nodes], what the nodes of Template.of(profile, shape, most) are behind first tokens of answer i.
+
+        known: how many tokens these are, one number or [..]"""
+        t, known = Template.of(self.profile, shape, most), np.asarray(known)
+        ahead = self._answers[i].take(known[..., None] + np.arange(shape.depth), mode="wrap")  # [.., depth]
+        token = ((ahead[..., t.depth] + 1 + t.rank) % self._vocab).astype(np.int32)
+        child = np.full((len(t.parent) + 1, len(self.profile.ranks) + 1), -1)  # by parent and rank; the last: none
+        child[t.parent, t.rank] = np.arange(len(t.parent))
+        right = np.searchsorted(shape.known * np.cumsum(self.profile.ranks), self._drawn[i, known])  # rank, [.., depth]
+        at, goes_on = np.full(known.shape, -1), np.full(known.shape, self._honest)
+        for d in range(shape.depth):
+            at = child[at, right[..., d]]
+            goes_on &= at >= 0
+            token[goes_on, at[goes_on]] = ahead[goes_on, d]
         return token
 
 
@@ -151,8 +154,7 @@ class Oracle:
             n = len(t.parent)
             for i, slot in enumerate(slots):
                 tokens = np.zeros((self._places, self._most), np.int32)
-                for place in range(self._places):
-                    tokens[place, :n] = guesses.tokens(i, first + place, shape, self._most)
+                tokens[:, :n] = guesses.tokens(i, first + np.arange(self._places), shape, self._most)
                 device.write(arrays["tokens"][slot], tokens)
             device.write(arrays["parents"][:n], t.parent.astype(np.int32))
             device.write(arrays["probs"][:n], t.prob.astype(np.float32))

@@ -14,7 +14,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from statistics import median
@@ -85,8 +85,7 @@ def bench_speculation(args: argparse.Namespace) -> int:
         bundled(record["bundled"])
         write(record, output, note=False)
     for size in sizes if {"profiles", "never"} & set(parts) else ():
-        published(record, size, parts, args.batch, args.prompt)
-        write(record, output, note=False)
+        published(record, size, parts, args.batch, args.prompt, lambda: write(record, output, note=False))
     if "verify" in parts:
         gc.collect()
         record["verify"] = verify_rows(sizes[0], (1, 64), args.prompt)
@@ -174,15 +173,29 @@ class _Unpriced(DeviceDrafter, NoDrafter):
 
 
 def published(
-    record: dict[str, Any], size: str, parts: Sequence[str], asked: Sequence[int] | None, prompt: int
+    record: dict[str, Any],
+    size: str,
+    parts: Sequence[str],
+    asked: Sequence[int] | None,
+    prompt: int,
+    save: Callable[[], None],
 ) -> None:
-    """One shape: for each number of requests each profile and the adversary, and plain decoding around all of them."""
+    """One shape: for each number of requests each profile and the adversary, and plain decoding around all of them.
+
+    save: called when a number of requests is done"""
     for most, batches in groupby(sorted(asked or {*BATCHES, *NEVER_BATCHES}), key=lambda batch: max(8, batch)):
-        at_once(record, size, parts, list(batches), most, prompt, every=bool(asked))
+        at_once(record, size, parts, list(batches), most, prompt, bool(asked), save)
 
 
 def at_once(
-    record: dict[str, Any], size: str, parts: Sequence[str], batches: Sequence[int], most: int, prompt: int, every: bool
+    record: dict[str, Any],
+    size: str,
+    parts: Sequence[str],
+    batches: Sequence[int],
+    most: int,
+    prompt: int,
+    every: bool,
+    save: Callable[[], None],
 ) -> None:
     """As published, for some numbers of requests, with room for `most`. every: all parts of each"""
     llm = LLM(
@@ -216,6 +229,7 @@ def at_once(
             numbers = {**row(batch, profile, fast, plains), "logits_apart": apart}
             record[part].append({"shape": size, "context": prompt, **numbers})
             print(f"{size} at {batch}, {part}: {record[part][-1]['times_plain']:.3f} x plain", file=sys.stderr)
+        save()
     del llm
     gc.collect()
 

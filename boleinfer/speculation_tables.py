@@ -9,8 +9,33 @@ Record = dict[str, Any]
 _COLOURS = {"paper": "#1b6ca8", "code": "#2a9d5c", "prose": "#c8553d"}
 
 
+SAME = ("what", "gpu", "driver", "context", "known", "profiles_of")  # of results that are shown together
+
+
+def joined(records: Sequence[Record]) -> Record:
+    """The files speculation*.json as one: runs of the command for different parts, shapes or batches on one machine.
+
+    Every ratio is of one run. Raises ValueError where two cannot be shown together, or both have the same row."""
+    for name in SAME:
+        if any(r[name] != records[0][name] for r in records):
+            raise ValueError(f"results of bench speculation with a different {name}: {[r[name] for r in records]}")
+    found = {**records[0], "date": max(r["date"] for r in records)}
+    for part, keys in (
+        ("bundled", ("mode", "text")),
+        ("profiles", ("shape", "batch", "profile")),
+        ("verify", ("shape", "rows")),
+        ("never", ("shape", "batch", "profile")),
+    ):
+        rows = {tuple(row[key] for key in keys): row for r in records for row in r[part]}
+        if len(rows) < sum(len(r[part]) for r in records):
+            raise ValueError(f"two results of bench speculation have the same rows of {part!r}; remove one")
+        shapes = list(dict.fromkeys(row.get("shape") for row in rows.values()))
+        found[part] = sorted(rows.values(), key=lambda row: (shapes.index(row.get("shape")), row.get("batch", 0)))
+    return found
+
+
 def speculation(record: Record) -> str:
-    """speculation.json."""
+    """speculation.json, or several joined."""
     machine = f"{record['gpu']}, driver {record['driver']}, {record['date'][:10]}"
     parts = []
     if rows := record["bundled"]:
@@ -57,7 +82,9 @@ def speculation(record: Record) -> str:
     if rows := record["verify"]:
         parts.append(
             "; ".join(
-                f"{r['shape']}: a step of {r['rows']} rows takes {r['relative']:.2f} times one row" for r in rows[1:]
+                f"{r['shape']}: a step of {r['rows']} rows takes {r['relative']:.2f} times one row"
+                for r in rows
+                if r["rows"] > 1
             )
             + "."
         )

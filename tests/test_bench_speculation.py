@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from boleinfer import bench_speculation, cli, cuda_executor, device, pricing
+from boleinfer import bench_speculation, cli, cuda_executor, device, pricing, speculation_tables
 from boleinfer.acceptance import Guesses, Oracle, Profile, Shape, Template, scaled
 from boleinfer.cuda_executor import DraftPlan
 from boleinfer.device_step import Part, Results, Slots, StepInputs
@@ -80,6 +80,43 @@ def test_scaled_to_tokens_a_step():
     assert Template.of(Profile("", ranks, ""), WIDE, 127).tokens_per_step == pytest.approx(6.0, abs=1e-3)
 
 
+def made_up(**rows):
+    """A result with nothing but these rows."""
+    record = {"what": "", **GPU, "date": "2026-01-01T00:00", "context": 256, "known": 0.99, "profiles_of": []}
+    return record | {part: [] for part in bench_speculation.PARTS} | rows
+
+
+def profile_rows(shape, batch):
+    numbers = {"tokens_per_step": 5.0, "rows": 8, "plain_ms_per_step": 4, "ms_per_step": 6, "tokens_per_s": 9 * batch}
+    made = {"shape": shape, "batch": batch, "times_plain": 3.5 - batch / 20, **numbers}
+    return [{**made, "profile": profile.name} for profile in bench_speculation.PROFILES]
+
+
+def test_results_of_several_runs_are_shown_together():
+    never = {"shape": "9b", "batch": 32, "profile": "paper", "times_plain": 0.99, "tokens_per_step": 1.0}
+    mode = {"mode": "none", "text": "code", "tokens_per_step": 1.0, "tokens_per_s": 900.0, "times_plain": 1.0}
+    verify = [{"shape": "9b", "rows": n, "relative": 1 + n / 160} for n in (1, 64)]
+    few, many = profile_rows("9b", 1) + profile_rows("9b", 8), profile_rows("9b", 32)
+    large = made_up(profiles=profile_rows("27b", 1), date="2026-01-02T00:00")
+    whole = [
+        made_up(profiles=few, verify=verify),
+        made_up(bundled=[mode]),
+        large,
+        made_up(profiles=many, never=[never]),
+    ]
+    found = speculation_tables.joined(whole)
+    assert found["profiles"] == few + many + large["profiles"] and found["date"] == large["date"]
+    text = speculation_tables.speculation(found)
+    assert text.count("| 9b |") == 10 and text.count("| 27b |") == 3 and text.count("| none | 1.00 | 900 |") == 1
+    assert "9b: a step of 64 rows takes 1.40 times one row." in text
+    ElementTree.fromstring(speculation_tables.plot(found))
+    assert speculation_tables.joined(whole[:1]) == whole[0]
+    with pytest.raises(ValueError, match="the same rows of 'profiles'"):
+        speculation_tables.joined([whole[0], made_up(profiles=few[:1])])
+    with pytest.raises(ValueError, match="different context"):
+        speculation_tables.joined([whole[0], made_up(context=1)])
+
+
 @pytest.fixture
 def quick(pretend, monkeypatch):  # noqa: F811
     plans = DraftPlan(2, 1, 2), DraftPlan(3, 2, 3)
@@ -127,3 +164,18 @@ def test_a_wrong_commit_is_noticed(quick, monkeypatch):
     assert bench_speculation.logits_apart(llm, 2, 12, plain) > APART
     fast = bench_speculation.against(llm, 2, 12, 12, bench_speculation.PROFILES[0], plain, honest=True)
     assert all(a[: len(b)] == b[: len(a)] for a, b in zip(fast.tokens, plain.tokens))
+
+
+def test_ways_to_decode_one_model(quick, monkeypatch, tmp_path):
+    """As with the shipped model: modes run, and give the tokens of plain decoding."""
+    text = 'def f(x):\n    """Adds one to x."""\n    return'
+    (tmp_path / "heldout_prompts.json").write_text(json.dumps([{"text": text}]))
+    modes, rows = [m for m in bench_speculation.MODES if m.name in ("none", "tree-64", "auto")], []
+    some = {"BUNDLED": tmp_path, "MODES": modes, "PROMPT_TOKENS": 4, "REPEATS": 1}
+    some["LLM"] = lambda **given: LLM(random_weights=TINY, max_model_len=512, **given)
+    for name, value in some.items():
+        monkeypatch.setattr(bench_speculation, name, value)
+    bench_speculation.bundled(rows)
+    assert [r["mode"] for r in rows[::2]] == [m.name for m in modes] and len(rows) == 6
+    assert all(r["same_tokens"] and r["prompts"] == 1 and r["tokens_per_step"] >= 1 for r in rows)
+    assert "| tree-64 |" in speculation_tables.speculation(made_up(bundled=rows))

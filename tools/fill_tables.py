@@ -2,6 +2,8 @@
 """Puts the tables of benchmarks/results/*.json between their markers in README.md and docs/*.md.
 
 python tools/fill_tables.py     a result that is shown nowhere yet gets markers at the end of its section
+
+What `boleinfer bench speculation` measured may stand in several files, speculation*.json; their plot is drawn as well.
 """
 
 from __future__ import annotations
@@ -10,13 +12,16 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT))
 
 from boleinfer import bench, bench_tables, speculation_tables  # noqa: E402
 
-TABLES = {"cpu.json": bench.markdown, **bench_tables.FILES, "speculation.json": speculation_tables.speculation}
+SPECULATION = "speculation.json"
+TABLES = {"cpu.json": bench.markdown, **bench_tables.FILES, SPECULATION: speculation_tables.speculation}
 PAGES = {
     "kernels.json": ("docs/performance-notes.md", "## Kernels on the GPU (`boleinfer bench kernels`)"),
     "gdn_tree.json": ("docs/tree-kernel.md", "## What it takes (`boleinfer bench tree`)"),
@@ -37,14 +42,25 @@ WHAT = {
 
 def main() -> None:
     for shown_as, table in TABLES.items():
-        result = ROOT / "benchmarks" / "results" / shown_as.split()[0]
-        if not result.is_file():
+        record = read(shown_as.split()[0])
+        if record is None:
             continue
         name, section = PAGES.get(shown_as, README)
         page = ROOT / name
-        shown = table(json.loads(result.read_text(encoding="utf-8")))
+        shown = table(record)
         page.write_text(filled(page.read_text(encoding="utf-8"), shown_as, section, shown), encoding="utf-8")
         print(f"{shown_as} -> {name}")
+        if shown_as == SPECULATION and record["profiles"]:
+            (RESULTS / "speculation.svg").write_text(speculation_tables.plot(record), encoding="utf-8")
+
+
+def read(file: str) -> dict[str, Any] | None:
+    """A result; None where there is none."""
+    name = "speculation*.json" if file == SPECULATION else file
+    records = [json.loads(found.read_text(encoding="utf-8")) for found in sorted(RESULTS.glob(name))]
+    if file == SPECULATION and records:
+        return speculation_tables.joined(records)
+    return records[0] if records else None
 
 
 def filled(text: str, file: str, section: str, shown: str) -> str:
