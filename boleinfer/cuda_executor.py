@@ -162,7 +162,7 @@ class CudaExecutor:
         head = self.model.weights["lm_head"]
         for ids in {d.ids for d in self._drafting if d.ids is not None} - self._heads.keys():
             if not isinstance(head, Fp8) and rows_of(ids) < len(head):
-                self._heads[ids] = DraftHead(head, ids)
+                self._heads[ids] = DraftHead(head, ids, max(LEVEL_ROWS, self._max_batch))
 
     def capture(self) -> None:
         sizes = {min(SMALLEST << i, self._max_rows) for i in range((LARGEST_CAPTURED // SMALLEST).bit_length())}

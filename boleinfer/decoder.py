@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from boleinfer import device
+from boleinfer import device, nibbles
 from boleinfer.config import ModelConfig
-from boleinfer.device import Array
+from boleinfer.device import Array, Fp8
 from boleinfer.layers import Weights, gated_attention, gated_deltanet, remember
+from boleinfer.nibbles import Nibbles
 from boleinfer.ops.embedding import token_inputs
 from boleinfer.ops.linear import head, linear
 from boleinfer.ops.mtp_inputs import mtp_inputs
@@ -63,10 +64,12 @@ class Decoder:
             pending.append(factors)
         return normed(Residual(stream, y, self.weights["norm"], eps))[0], pending
 
-    def logits(self, hidden: Array, head: Array | None = None) -> Array:
+    def logits(self, hidden: Array, head: Array | Fp8 | Nibbles | None = None) -> Array:
         """Hidden rows [n, D] times the head: float32 [n, vocab].
 
         head: some of its rows, [ids, D], whose logits alone are wanted"""
+        if isinstance(head, Nibbles):
+            return nibbles.product(hidden, head)
         return linear(hidden, self.weights["lm_head"] if head is None else head, np.float32)
 
     def logits_to_sample(

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from boleinfer import device
+from boleinfer import device, nibbles
 from boleinfer.device import Array, Fp8
+from boleinfer.nibbles import Nibbles
 from boleinfer.ops.embedding import embedding
 from boleinfer.quantise import narrow, nbytes, pays, quantise, scales
 from boleinfer.weights import BLOCK
@@ -23,14 +24,23 @@ def rows_of(first: int) -> int:
     return first + MORE
 
 
-def bytes_of(first: int, D: int, itemsize: int) -> int:
+def bytes_of(first: int, D: int, itemsize: int, at_once: int) -> int:
     """Bytes of a DraftHead, of numbers that took so many bytes before."""
     shape = rows_of(first), D
+    if in_nibbles(first, D, itemsize, at_once):
+        return nibbles.nbytes(shape) + 4 * rows_of(first)
     return (nbytes(shape) if in_fp8(first, D, itemsize) else itemsize * rows_of(first) * D) + 4 * rows_of(first)
 
 
+def in_nibbles(first: int, D: int, itemsize: int, at_once: int) -> bool:
+    """Whether a DraftHead has four bits a number: where never more rows are multiplied with it than there is a product
+    for."""
+    shape = rows_of(first), D
+    return pays(shape, itemsize) and nibbles.fits(shape) and at_once <= nibbles.MOST_ROWS
+
+
 def in_fp8(first: int, D: int, itemsize: int) -> bool:
-    """Whether a DraftHead is in FP8: its later rows then begin a block of their own."""
+    """Whether another one is in FP8: its later rows then begin a block of their own."""
     return pays((rows_of(first), D), itemsize) and first % BLOCK == 0
 
 
@@ -38,27 +48,31 @@ class DraftHead:
     """Some rows of a head [vocab, D].
 
     first: the ids that are always there
-    rows: [first + MORE, D], or Fp8; ids: int32 [first + MORE], the id of each row, -1 where the row is 0 and stands for
-          none
+    at_once: rows that are multiplied with it at most
+    rows: [first + MORE, D], Nibbles or Fp8; ids: int32 [first + MORE], the id of each row, -1 where the row is 0 and
+          stands for none
     """
 
-    def __init__(self, head: Array, first: int) -> None:
+    def __init__(self, head: Array, first: int, at_once: int) -> None:
         self._head, self._first = head, first
         D = head.shape[1]
-        if in_fp8(first, D, head.dtype.itemsize):
+        self.rows: Array | Fp8 | Nibbles
+        if in_nibbles(first, D, head.dtype.itemsize, at_once):
+            self.rows = nibbles.zeros((rows_of(first), D))
+            nibbles.narrow(head[:first], self.rows, 0)
+        elif in_fp8(first, D, head.dtype.itemsize):
             bits = device.empty((rows_of(first), D), np.uint8)
             scale = np.empty((-(-rows_of(first) // BLOCK), -(-D // BLOCK)), np.float32)
             frequent = quantise(head[:first])
             device.write(bits[:first], frequent.bits)
             scale[: first // BLOCK] = device.download(frequent.scale)
             scale[first // BLOCK :] = device.download(scales(head[first:])).max(0)  # fits any row that comes
-            self.rows: Array | Fp8 = Fp8(bits, device.upload(scale))
-            later = bits[first:]
+            self.rows = Fp8(bits, device.upload(scale))
+            device.fill(bits[first:], 0)
         else:
             self.rows = device.empty((rows_of(first), D), head.dtype)
             device.write(self.rows[:first], head[:first])
-            later = self.rows[first:]
-        device.fill(later, 0)
+            device.fill(self.rows[first:], 0)
         self.ids = device.upload(np.append(np.arange(first), np.full(MORE, -1)).astype(np.int32))
         self._place: dict[int, int] = {}  # of an id among those that came later
         self._next = 0
@@ -77,7 +91,9 @@ class DraftHead:
             self._next = places.stop % MORE
 
     def _put(self, a: int, rows: Array) -> None:
-        if isinstance(self.rows, Fp8):
+        if isinstance(self.rows, Nibbles):
+            nibbles.narrow(rows, self.rows, a)
+        elif isinstance(self.rows, Fp8):
             narrow(rows, self.rows.scale[-1:], self.rows.bits[a : a + len(rows)])
         else:
             device.write(self.rows[a : a + len(rows)], rows)

@@ -14,7 +14,7 @@ from itertools import product
 from typing import NamedTuple
 
 from boleinfer.config import ConfigError, ModelConfig
-from boleinfer.cuda_executor import LARGEST_CAPTURED, ONE, SMALLEST, DraftPlan, sampled_rows
+from boleinfer.cuda_executor import LARGEST_CAPTURED, LEVEL_ROWS, ONE, SMALLEST, DraftPlan, sampled_rows
 from boleinfer.device_waiting import RING
 from boleinfer.draft_head import bytes_of, rows_of
 from boleinfer.ops.attention import SCRATCH, splits_of
@@ -188,7 +188,8 @@ def workspace(needs: Needs, o: Options) -> int:
     """Bytes of all steps: their bookkeeping, and the pool of everything that passes through them."""
     bookkeeping = sum(_bookkeeping(needs, o, R) for R in envelopes(o.max_rows)) + needs.config.vocab_size
     c, short = needs.config, {d.ids for d in needs.drafting if d.ids is not None}
-    heads = sum(bytes_of(ids, c.hidden_size, needs.act) for ids in short if rows_of(ids) < c.vocab_size)
+    level = max(LEVEL_ROWS, o.max_batch)
+    heads = sum(bytes_of(ids, c.hidden_size, needs.act, level) for ids in short if rows_of(ids) < c.vocab_size)
     return pool_bytes(needs, o) + bookkeeping + heads
 
 

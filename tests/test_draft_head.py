@@ -17,7 +17,7 @@ def rows(head: DraftHead) -> dict[int, int]:
 def test_frequent_ids_and_those_in_use(gpu, monkeypatch):
     monkeypatch.setattr(draft_head, "MORE", 4)
     whole = np.repeat(np.arange(40, dtype=np.float32)[:, None], 8, axis=1)
-    head = DraftHead(device.upload(whole), 10)
+    head = DraftHead(device.upload(whole), 10, 8)
     assert rows(head) == {i: i for i in range(10)} and not device.download(head.rows)[10:].any()
     head.add([3, 17, 30, 17])
     assert rows(head).keys() == {*range(10), 17, 30}

@@ -40,9 +40,9 @@ def test_the_head_of_drafts(gpu, monkeypatch):
     head = np.random.default_rng(2).standard_normal((700, 32)).astype(BF16)
     head[600] *= 40
     monkeypatch.setattr("boleinfer.draft_head.MORE", 128)
-    short = DraftHead(device.upload(head), 256)
+    short = DraftHead(device.upload(head), 256, 9)
     assert isinstance(short.rows, Fp8)
-    assert sum(a.nbytes for a in (*short.rows, short.ids)) == bytes_of(256, 32, 2)
+    assert sum(a.nbytes for a in (*short.rows, short.ids)) == bytes_of(256, 32, 2, 9)
     short.add([600, 3, 300])
     ids, rows = device.download(short.ids), dequantise(*map(device.download, short.rows))
     assert ids[:260].tolist() == [*range(256), 600, 300, -1, -1] and not rows[258:].any()
