@@ -98,7 +98,7 @@ __device__ __forceinline__ void begin(Tokens& X, float (&u)[2][4], Memory& m, co
     read_values(values, head.v + head.value_at(w.first) + me.pair, head.Hv * V, [&](int row) { return w.used >> row & 1; }, me);
     memset(&X, 0, sizeof X);
     if (w.from == 0) cp_async_wait<0>(), __syncwarp();
-    past(X, m.S, m.x[w.window % 2], w.tiles(), to_come, me);
+    past(X, m.S, m.x[w.window % 2], w.tiles(), to_come, [](int) {}, me);
     fade_all(X, [&](int row) { return kept(m, w, row); }, me);
     subtract(X, values);
   }

@@ -12,14 +12,16 @@
 // A request with a single row takes the way of gdn_row.cuh and has the bits of gdn_token.cu. Rows that are not in use count
 // as zeros and are not written.
 //
-// grid: value heads, requests; a block owns a head. block: Warps, V / 16 of them owners, so many that Blocks fit on a
+// grid: value heads of a key head, key heads, requests; a block owns a value head. block: Warps, V / 16 of them owners, so many that Blocks fit on a
 // multiprocessor. shared: sizeof(Memory); _shared in gdn_few.py repeats it.
 // Read twice: a key head's inputs and ring keys, by each of its value heads (L2).
 //
-// sizes: Act=bf16 K=128 V=128 W=4 Rows=16 Ring=32 Warps=16 Blocks=1 Batch=4
-// sizes: Act=bf16 K=128 V=128 W=4 Rows=16 Ring=32 Warps=12 Blocks=2 Batch=2
-// sizes: Act=bf16 K=128 V=128 W=4 Rows=32 Ring=32 Warps=16 Blocks=1 Batch=4
-// sizes: Act=bf16 K=64 V=64 W=4 Rows=16 Ring=32 Warps=12 Blocks=2 Batch=2
+// sizes: Act=bf16 K=128 V=128 W=4 Rows=16 Ring=32 Warps=16 Blocks=1 Batch=4 Held=8 Asked=8
+// sizes: Act=bf16 K=128 V=128 W=4 Rows=16 Ring=32 Warps=12 Blocks=2 Batch=2 Held=8 Asked=8
+// sizes: Act=bf16 K=128 V=128 W=4 Rows=16 Ring=32 Warps=12 Blocks=2 Batch=2 Held=8 Asked=2
+// sizes: Act=bf16 K=128 V=128 W=4 Rows=16 Ring=32 Warps=8 Blocks=3 Batch=2 Held=4 Asked=4
+// sizes: Act=bf16 K=128 V=128 W=4 Rows=32 Ring=32 Warps=16 Blocks=1 Batch=4 Held=8 Asked=8
+// sizes: Act=bf16 K=64 V=64 W=4 Rows=16 Ring=32 Warps=12 Blocks=2 Batch=2 Held=4 Asked=4
 constexpr int Vt = V, ROWS = Rows, WIDTH = Ring + Rows + 8;
 #include "gated_rms_norm.cuh"
 #include "gdn_inputs.cuh"
@@ -27,13 +29,16 @@ constexpr int Vt = V, ROWS = Rows, WIDTH = Ring + Rows + 8;
 #include "gdn_tiles.cuh"
 
 constexpr int STEWARD = WARPS - 1, CARRIER = WARPS - 2;
+constexpr int WEIGHERS = WARPS > OWNERS ? WARPS - OWNERS : WARPS;  // warps that make W and T
+constexpr int SLICES = K / 16;                                 // of the state, 16 keys each; S has room for Held of them
+constexpr bool WHOLE = Held == SLICES && Asked == SLICES;      // the state is there at once
 constexpr int LANES = Share<K, NEAR>::LANES;                   // of a warp, for a head
 constexpr int NORMED = (ROWS + WARPS - 1) / WARPS;             // rows of a warp
 constexpr int WORDS = 3 * K / 8;                               // of 16 bytes, of a row's inputs
 constexpr int MOVED = (ROWS * WORDS + THREADS - 1) / THREADS;  // of a thread
 
 struct Memory {
-  float S[K * V];  // see `place`
+  float S[Held * 16 * V];  // see `place`
   Inputs x;
   Act v[ROWS][V + 8];  // values, then o
   bf16 ring_k[KEY_PARTS][Ring][PITCH];
@@ -74,18 +79,35 @@ struct Tree {
   __device__ __forceinline__ unsigned filled(int c) const { return ring - c < TILE ? (1u << max(0, ring - c)) - 1 : ~0u; }
 };
 
-// Which inputs each row has, a lane a row.
-__device__ __forceinline__ void find_inputs(Memory& m, const Tree& tree, const int* parent, const int* request, int i) {
-  const bool is = i < tree.rows && request[tree.first + i] == tree.b;
-  int row = tree.first + i, past = W - 1;
-#pragma unroll
-  for (int j = W - 1; j >= 0; j--) {
-    if (i < ROWS) m.sources[i][j] = i < tree.rows ? (row >= 0 ? W - 1 + row - tree.first : --past) * 3 * K : 0;
-    if (row >= 0) row = is ? parent[row] : -1;
+// What the forest says of row `lane` of the tree: all rows at once, since the next one up is then a lane's to tell.
+struct Node {
+  int request, parent;
+  unsigned ancestors;
+
+  __device__ __forceinline__ void read(const Tree& tree, const int* requests, const int* parents, const unsigned* masks,
+                                       int lane) {
+    const int row = tree.first + min(lane, tree.rows - 1);
+    request = requests[row], parent = parents[row], ancestors = masks[4ll * row];
   }
-  const unsigned all = __ballot_sync(ALL_LANES, is);
-  if (i == 0) m.used = all;
-}
+
+  // Notes which rows are the request's own, their ancestors, and which inputs each has. Returns the lane of the next row up for
+  // decays, -1 where there is none.
+  __device__ __forceinline__ int note(Memory& m, const Tree& tree, bool path, int lane) const {
+    const bool is = lane < tree.rows && request == tree.b;
+    const int up = is ? max(parent - tree.first, -1) : -1;
+    int at = lane, past = W - 1;
+#pragma unroll
+    for (int j = W - 1; j >= 0; j--) {
+      if (lane < ROWS) m.sources[lane][j] = lane < tree.rows ? (at >= 0 ? W - 1 + at : --past) * 3 * K : 0;
+      const int above = __shfl_sync(ALL_LANES, up, max(at, 0));
+      if (at >= 0) at = above;
+    }
+    if (lane < ROWS) m.ancestors[lane] = !is ? 0u : path ? 2 * (1u << lane) - 1 : ancestors;
+    const unsigned all = __ballot_sync(ALL_LANES, is);
+    if (lane == 0) m.used = all;
+    return path ? lane - 1 : up;
+  }
+};
 
 __device__ __forceinline__ void clear_unused(Memory& m, const Tree& tree, unsigned used) {
 #pragma unroll 1
@@ -141,14 +163,6 @@ struct Gates {
   int up;
   float ring_g[2], A, bias, a, b;
 
-  __device__ __forceinline__ void read_forest(Memory& m, const Tree& tree, bool path, const int* parent,
-                                              const int* request, const unsigned* ancestors, int lane) {
-    const int row = tree.first + min(lane, tree.rows - 1);
-    const bool is = lane < tree.rows && request[row] == tree.b;
-    up = path ? lane - 1 : is ? max(parent[row], tree.first - 1) - tree.first : -1;
-    if (lane < ROWS) m.ancestors[lane] = !is ? 0u : path ? 2 * (1u << lane) - 1 : ancestors[4ll * row];
-  }
-
   // ba: of the first row, at the head
   __device__ __forceinline__ void read_row(const float* ba, int Hv, bool is, int lane) {
     const float* own = ba + 2 * (is ? lane : 0) * Hv;
@@ -175,7 +189,7 @@ __device__ __forceinline__ void weigh(Memory& m, const Tree& tree, const Lane& m
   const Window w = {m.x, m.G + CHUNK, m.beta, m.weights, m.A, m.T};
   const int triangle = tree.tiles * (tree.tiles + 1) / 2;
 #pragma unroll 1
-  for (int unit = STEWARD - me.warp; unit < triangle + tree.tiles * tree.held / TILE; unit += WARPS - OWNERS) {
+  for (int unit = STEWARD - me.warp; unit < triangle + tree.tiles * tree.held / TILE; unit += WEIGHERS) {
     const bool own = unit < triangle;
     const int other = unit - triangle;
     const int row = !own ? other % tree.tiles : unit < tree.tiles ? unit : 1;
@@ -222,9 +236,9 @@ __device__ __forceinline__ void solve(Memory& m, const Tree& tree, unsigned used
   }
 }
 
-// The same of a request's only row.
-__device__ __forceinline__ void solve_one(Memory& m, const Tree& tree, const float (&ring_g)[2], const float* ring_u, float* u,
-                                          const Lane& me) {
+// The same of a request's only row. S: the state, where there is no room for all of it.
+__device__ __forceinline__ void solve_one(Memory& m, const Tree& tree, const float (&ring_g)[2], const float* S,
+                                          const float* ring_u, float* u, const Lane& me) {
   const Member member;
   const Act *q = m.x[0][0][0], *k = m.x[1][0][0];
   score_ring(m.row, q, k, tree.ring, [&](int i, int p) {
@@ -234,7 +248,8 @@ __device__ __forceinline__ void solve_one(Memory& m, const Tree& tree, const flo
   __syncthreads();
   RowSums sum;
   sum_state(sum, member, q, k, [&](int e, int j) {
-    return load<4>(m.S + place((member.group + e) * EACH_KEYS + j, member.column));
+    const int i = (member.group + e) * EACH_KEYS + j;
+    return load<4>(Held == SLICES ? m.S + place(i, member.column) : S + i * V + member.column);
   });
   share_sums(m.row, sum, member, tree.ring, [&](int e, int j) {
     return load<4>(ring_u + (member.group + e + GROUPS * j) * tree.Hv * V + member.column);
@@ -316,18 +331,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_few(
 {
   extern __shared__ __align__(16) char memory[];
   Memory& m = *reinterpret_cast<Memory*>(memory);
-  const int h = blockIdx.x, b = blockIdx.y, first = start[b], rows = start[b + 1] - first;
+  const int key = blockIdx.y, h = key * gridDim.x + blockIdx.x, b = blockIdx.z, later = min(b + Ahead, B - 1);
+  // Of the two requests first row, end, slot and whether a chain: a lane each, so that all are asked for at once.
+  const int lane = threadIdx.x % WARP, one = lane % 8 < 4 ? b : later, what = lane % 4;
+  const int found = *((what < 2 ? start + what : what == 2 ? slot : chain) + one);
+  const auto told = [&](int from) { return __shfl_sync(ALL_LANES, found, from); };
+  const int first = told(0), rows = told(1) - first, s = max(told(2), 0), s_later = max(told(6), 0);
+  const bool path = told(3), fetches = b + Ahead == later && told(5) > told(4);
   if (rows <= 0) {
     if (h + b == 0) after_previous();  // one block has to
     return;
   }
-  const int ratio = Hv / Hk, key = h / ratio, channels = 2 * Hk * K + Hv * V, pitch = channels + Hv * V;
-  const auto head_of = [&](int b) {
-    const long long s = max(slot[b], 0), entry = s * C;
+  const int channels = 2 * Hk * K + Hv * V, pitch = channels + Hv * V;
+  const int lengths = length[lane % 2 ? s_later : s];
+  const auto head_of = [&](long long s, int from) {
+    const long long entry = s * C;
     return Head{S + (s * Hv + h) * K * V, ring_u + (entry * Hv + h) * V, ring_g + entry * Hv + h,
-                ring_k + (entry * Hk + key) * K, window + s * (W - 1) * channels, length[s]};
+                ring_k + (entry * Hk + key) * K, window + s * (W - 1) * channels, __shfl_sync(ALL_LANES, lengths, from)};
   };
-  const Head head = head_of(b);
+  const Head head = head_of(s, 0), next = head_of(s_later, 1);
   const Tree tree = {b, first, rows, (rows + TILE - 1) / TILE, head.ring, (head.ring + TILE - 1) / TILE * TILE, Hk, Hv};
   const Lane me = this_lane();
   const int own = me.lane % LANES * NEAR;  // channels of a head
@@ -338,10 +360,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_few(
   };
 
   // what is remembered
-  if (me.warp == 0) find_inputs(m, tree, parent, request, me.lane);
+  Node node;
   Gates gates;
   if (me.warp == STEWARD) {
-    gates.read_forest(m, tree, chain[b], parent, request, ancestors, me.lane);
+    node.read(tree, request, parent, ancestors, me.lane);
     read_decays(gates.ring_g, head.ring_g, head.ring, Hv);
     gates.A = A_log[h], gates.bias = dt_bias[h];
   }
@@ -356,13 +378,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_few(
   }
   gather(m.ring_k, tree.held, ring_k, me, [&](int i) { return i < head.ring ? head.ring_k + i * Hk * K : nullptr; });
   cp_async_commit();
-  if (me.owner) fetch_state(m.S, head.S, me);
-  cp_async_commit();
+  const auto ask = [&](int slice) {
+    if (me.owner && slice < SLICES) {
+      fetch_state(m.S + slice % Held * 16 * V, head.S + slice * 16 * V, 0, me);
+    }
+    cp_async_commit();
+  };
+#pragma unroll 2
+  for (int slice = 0; slice < Asked; slice++) ask(slice);
 #pragma unroll 1
   for (int line = threadIdx.x; line < head.ring * (V / 32); line += THREADS) {
     prefetch(head.ring_u + line / (V / 32) * Hv * V + line % (V / 32) * 32);
   }
   const Pack<float, NEAR> gain[1] = {load<NEAR>(norm + own)};
+  if (me.warp == STEWARD) gates.up = node.note(m, tree, path, me.lane);
   __syncthreads();
   const unsigned used = m.used;
   const bool is = used >> me.lane & 1;  // row `lane`
@@ -383,17 +412,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_few(
   for (int i = 0; i < NORMED; i++) {
     z[i][0] = read<NEAR>(inputs + min(me.warp + WARPS * i, rows - 1) * pitch + channels + h * V + own);
   }
-  if (me.warp == CARRIER && b + Ahead < gridDim.y && start[b + Ahead + 1] > start[b + Ahead]) {
-    prefetch_head(head_of(b + Ahead), Hk, Hv);
-  }
+  if (me.warp == CARRIER && fetches) prefetch_head(next, Hk, Hv);
+  constexpr int LATER = Held == SLICES ? (SLICES - Asked) / 3 : 0;  // pieces
+  const auto ask_later = [&](int n) {
+    for (int i = 0; i < LATER; i++) ask(Asked + n * LATER + i);
+  };
+  ask_later(0);
 #pragma unroll
   for (int i = 0; i < MOVED; i++) {
     const int n = threadIdx.x + i * THREADS;
     if (n < rows * WORDS) store<8>(m.inputs[W - 1][0] + n * 8, moved[i]);
   }
-  cp_async_wait<1>();
+  cp_async_wait<Asked + LATER>();
   __syncthreads();
-  convolve_rows(m, tree, used, h % ratio == 0 ? k + ((long long)first * Hk + key) * K : nullptr, me);
+  ask_later(1);
+  convolve_rows(m, tree, used, blockIdx.x == 0 ? k + ((long long)first * Hk + key) * K : nullptr, me);
+  ask_later(2);
   if (me.warp == STEWARD) gates.add_up(m, tree, g + (long long)first * Hv + h, is, me.lane);
   float gate[NORMED][1][NEAR];  // of y
 #pragma unroll
@@ -404,17 +438,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_few(
   const long long at = ((long long)first * Hv + h) * V;
   if (rows == 1) {
     cp_async_wait<0>();
-    if (used) solve_one(m, tree, gates.ring_g, head.ring_u, u + at, me);
+    if (used) solve_one(m, tree, gates.ring_g, head.S, head.ring_u, u + at, me);
   } else {
-    if (!me.owner) weigh(m, tree, me);
+    if (WEIGHERS == WARPS || !me.owner) weigh(m, tree, me);
     Tokens X = {};
     float past_u[2][4];
     if (me.owner) {
       Values v;
       read_ring(past_u, tree, 0, head.ring_u, me);
-      cp_async_wait<0>();
-      __syncwarp();
-      past(X, m.S, m.x, tree.tiles, nullptr, me);
+      past<Held>(X, m.S, m.x, tree.tiles, nullptr, [&](int slice) {
+        if (WHOLE && slice == 0) cp_async_wait<0>();
+        if (!WHOLE && slice > 0) __syncwarp(), ask(slice - 1 + Held);
+        if (!WHOLE) cp_async_wait<Held - 1>();
+        if (!WHOLE || slice == 0) __syncwarp();
+      }, me);
       read_values(v, m.v[0] + me.pair, V + 8, [](int) { return true; }, me);
       fade_all(X, [&](int row) { return kept(m.G[CHUNK + row], m.ring_sum); }, me);
       subtract(X, v);

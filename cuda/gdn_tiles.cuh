@@ -14,14 +14,16 @@ using Inverse = bf16[3][TILE][TILE + 8];         // T in parts, by columns
 
 // ---- by columns of V ------------------------------------------------------------------------------------------------
 
-// X += S^T x; where there is a state to come, it takes the place of what has been read.
-__device__ __forceinline__ void past(Tokens& X, float* tile, const Inputs& rows, int tiles, const float* to_come,
+// X += S^T x; where there is a state to come, it takes the place of what has been read. tile: the state's keys, 16 s on in place
+// s % HELD; ready(s) waits until they are there, when those before them have been read.
+template <int HELD = K / 16, class Ready>
+__device__ __forceinline__ void past(Tokens& X, float* tile, const Inputs& rows, int tiles, const float* to_come, Ready ready,
                                      const Lane& me) {
   Keys8 state[2];
   unsigned x[TILES][2][KEY_PARTS][2][2];
   const auto read_state = [&](int s) {
 #pragma unroll
-    for (int n = 0; n < 2; n++) read_keys(state[n], tile, 2 * s + n, me);
+    for (int n = 0; n < 2; n++) read_keys(state[n], tile, 2 * (s % HELD) + n, me);
   };
   const auto read_rows = [&](int i, int s) {
 #pragma unroll
@@ -30,6 +32,7 @@ __device__ __forceinline__ void past(Tokens& X, float* tile, const Inputs& rows,
       for (int p = 0; p < KEY_PARTS; p++) load_b(x[i][type][p], &rows[type][p][TILE * i][16 * s], PITCH, me.lane);
     }
   };
+  ready(0);
   read_state(0);
 #pragma unroll
   for (int i = 0; i < TILES; i++) {
@@ -39,7 +42,7 @@ __device__ __forceinline__ void past(Tokens& X, float* tile, const Inputs& rows,
   for (int s = 0; s < K / 16; s++) {
     unsigned a[PARTS][4];
     operand(a, state[0], state[1]);
-    if (s + 1 < K / 16) read_state(s + 1);
+    if (s + 1 < K / 16) ready(s + 1), read_state(s + 1);
     if (to_come) {
       __syncwarp();
       fetch_state(tile, to_come, s, me);
