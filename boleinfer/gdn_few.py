@@ -71,4 +71,4 @@ def _shared(K: int, rows: int, held: int) -> int:
     row = 4 * (4 * K // 16 * K + 3 * CHUNK + 4)
     inputs = 12 * K * TAPS + 6 * K * (TAPS - 1 + rows)
     fixed = 4 * 16 * held * K + 2 * (K + 8) * (3 * rows + RING) + max(weights, row, inputs)
-    return fixed + 8 * (CHUNK + rows + 1) + rows * (8 + 2 * TAPS) + 8 + 16
+    return fixed + 8 * (CHUNK + rows + 1) + rows * (8 + 4 * TAPS) + 8 + 16

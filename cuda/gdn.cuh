@@ -33,6 +33,7 @@ __device__ __forceinline__ Lane this_lane() {
   int lane = threadIdx.x % WARP;
 #ifndef EMULATED
   asm volatile("" : "+r"(lane));
+  __builtin_assume(0 <= lane && lane < WARP && 0 <= warp && warp < WARPS);  // quotients are then shifts
 #endif
   return {warp, lane, lane / 4, lane % 4, TILE * warp + 2 * (lane / 4), warp < OWNERS};
 }
@@ -157,7 +158,7 @@ __device__ __forceinline__ void for_parts(F f) {
 template <int FIRST = 0, int MOST, class From>
 __device__ __forceinline__ void gather(bf16 (*to)[MOST][PITCH], int count, const Act* any, const Lane& me, From from) {
 #pragma unroll 1
-  for (int word = WARP * (me.warp - FIRST) + me.lane; word < count * (K / 8); word += THREADS - WARP * FIRST) {
+  for (unsigned word = WARP * (me.warp - FIRST) + me.lane; word < count * (K / 8); word += THREADS - WARP * FIRST) {
     const int i = word / (K / 8), k = word % (K / 8) * 8;
     const Act* src = from(i);
     if constexpr (HALF) {

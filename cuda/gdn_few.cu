@@ -54,7 +54,7 @@ struct Memory {
     };
     RowMemory row;
   };
-  unsigned short sources[ROWS][W];  // where among `inputs` those of a row and of the ones above it begin, the oldest first
+  int sources[ROWS][W];             // where among `inputs` those of a row and of the ones above it begin, the oldest first
   float2 G[CHUNK + ROWS];           // from the tree's root: ring, then rows
   float2 ring_sum;                  // log decay from the checkpoint to the tree
   float beta[ROWS], g;              // g: of the first row
@@ -138,7 +138,7 @@ __device__ __forceinline__ void convolve_rows(Memory& m, const Tree& tree, unsig
     float y[Batch][1][NEAR];
 #pragma unroll
     for (int i = 0; i < Batch; i++) {
-      const auto sources = read<W>(m.sources[min(first + i, ROWS - 1)]);
+      const auto sources = load<W>(m.sources[min(first + i, ROWS - 1)]);
       Pack<Act, NEAR> x[W][1];
 #pragma unroll
       for (int j = 0; j < W; j++) x[j][0] = read<NEAR>(inputs + sources.v[j]);
@@ -354,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_few(
   const Lane me = this_lane();
   const int own = me.lane % LANES * NEAR;  // channels of a head
   // Channels of q, k and v, eight neighbours a word.
-  const auto channel_of = [&](int word) {
+  const auto channel_of = [&](unsigned word) {
     const int type = word / (K / 8), c = word % (K / 8) * 8;
     return (type < 2 ? (type * Hk + key) * K : 2 * Hk * K + h * V) + c;
   };
@@ -368,26 +368,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_few(
     gates.A = A_log[h], gates.bias = dt_bias[h];
   }
 #pragma unroll 1
-  for (int i = threadIdx.x; i < 3 * K; i += THREADS) {
+  for (unsigned i = threadIdx.x; i < 3 * K; i += THREADS) {
     const int type = i / K, c = i % K;
     cp_async16(m.taps[type][c % NEAR][c / NEAR], taps + (channel_of(i / 8) + c % 8) * W, true);
   }
 #pragma unroll 1
-  for (int i = threadIdx.x; i < (W - 1) * WORDS; i += THREADS) {
+  for (unsigned i = threadIdx.x; i < (W - 1) * WORDS; i += THREADS) {
     cp_async16(m.inputs[i / WORDS][0] + i % WORDS * 8, head.window + i / WORDS * channels + channel_of(i % WORDS), true);
   }
   gather(m.ring_k, tree.held, ring_k, me, [&](int i) { return i < head.ring ? head.ring_k + i * Hk * K : nullptr; });
   cp_async_commit();
-  const auto ask = [&](int slice) {
-    if (me.owner && slice < SLICES) {
-      fetch_state(m.S + slice % Held * 16 * V, head.S + slice * 16 * V, 0, me);
+  const int column = TILE * me.warp + 4 * me.quad;  // of a warp's columns, as it copies them: four a lane
+  const float* const from = head.S + me.row * V + column;
+  float* const to = m.S + place(me.row, column);
+  const auto ask = [&](int first, int end) {
+    if (me.owner) {
+#pragma unroll
+      for (int slice = first; slice < end; slice++) {
+#pragma unroll
+        for (int i = 0; i < 16 * V; i += 8 * V) {
+          if (slice < SLICES) cp_async16(to + slice % Held * 16 * V + i, from + slice * 16 * V + i, true);
+        }
+        cp_async_commit();
+      }
+    } else {
+#pragma unroll
+      for (int slice = first; slice < end; slice++) cp_async_commit();
     }
-    cp_async_commit();
   };
-#pragma unroll 2
-  for (int slice = 0; slice < Asked; slice++) ask(slice);
+  ask(0, Asked);
 #pragma unroll 1
-  for (int line = threadIdx.x; line < head.ring * (V / 32); line += THREADS) {
+  for (unsigned line = threadIdx.x; line < head.ring * (V / 32); line += THREADS) {
     prefetch(head.ring_u + line / (V / 32) * Hv * V + line % (V / 32) * 32);
   }
   const Pack<float, NEAR> gain[1] = {load<NEAR>(norm + own)};
@@ -403,7 +414,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_few(
   Pack<Act, 8> moved[MOVED];
 #pragma unroll
   for (int i = 0; i < MOVED; i++) {
-    const int n = threadIdx.x + i * THREADS;
+    const unsigned n = threadIdx.x + i * THREADS;
     if (n < rows * WORDS) moved[i] = load<8>(inputs + n / WORDS * pitch + channel_of(n % WORDS));
   }
   if (me.warp == STEWARD) gates.read_row(ba + 2ll * first * Hv + h, Hv, is, me.lane);
@@ -413,14 +424,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_few(
     z[i][0] = read<NEAR>(inputs + min(me.warp + WARPS * i, rows - 1) * pitch + channels + h * V + own);
   }
   if (me.warp == CARRIER && fetches) prefetch_head(next, Hk, Hv);
-  constexpr int LATER = Held == SLICES ? (SLICES - Asked) / 3 : 0;  // pieces
-  const auto ask_later = [&](int n) {
-    for (int i = 0; i < LATER; i++) ask(Asked + n * LATER + i);
-  };
+  constexpr int LATER = Held == SLICES ? (SLICES - Asked + 2) / 3 : 0;  // pieces
+  const auto ask_later = [&](int n) { ask(Asked + n * LATER, Asked + (n + 1) * LATER); };
   ask_later(0);
 #pragma unroll
   for (int i = 0; i < MOVED; i++) {
-    const int n = threadIdx.x + i * THREADS;
+    const unsigned n = threadIdx.x + i * THREADS;
     if (n < rows * WORDS) store<8>(m.inputs[W - 1][0] + n * 8, moved[i]);
   }
   cp_async_wait<Asked + LATER>();
@@ -448,7 +457,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_few(
       read_ring(past_u, tree, 0, head.ring_u, me);
       past<Held>(X, m.S, m.x, tree.tiles, nullptr, [&](int slice) {
         if (WHOLE && slice == 0) cp_async_wait<0>();
-        if (!WHOLE && slice > 0) __syncwarp(), ask(slice - 1 + Held);
+        if (!WHOLE && slice > 0) __syncwarp(), ask(slice - 1 + Held, slice + Held);
         if (!WHOLE) cp_async_wait<Held - 1>();
         if (!WHOLE || slice == 0) __syncwarp();
       }, me);

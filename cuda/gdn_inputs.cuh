@@ -18,11 +18,13 @@ __device__ __forceinline__ void convolve(float (&y)[Share<WIDTH, N>::EACH][N],
   Share<WIDTH, N>().each([&](int e, int) {
     const Pack<float, N * W> taps = tap(e);
 #pragma unroll
-    for (int i = 0; i < N; i++) {
+    for (int j = W - 1; j >= 0; j--) {
+      const auto of = widened(x[j][e]);
 #pragma unroll
-      for (int j = W - 1; j >= 0; j--) y[e][i] = fmaf(to_float(x[j][e].v[i]), taps.v[i * W + j], y[e][i]);
-      y[e][i] = quick_silu(y[e][i]);
+      for (int i = 0; i < N; i++) y[e][i] = fmaf(of.v[i], taps.v[i * W + j], y[e][i]);
     }
+#pragma unroll
+    for (int i = 0; i < N; i++) y[e][i] = quick_silu(y[e][i]);
   });
 }
 

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "gdn.cuh"
+#include "share.cuh"
 
 constexpr int GROUPS = 16;
 constexpr int FULL = THREADS >= 512 ? 512 : THREADS >= 256 ? 256 : 128;
@@ -83,23 +84,6 @@ __device__ __forceinline__ void read_decays(float (&g)[2], const float* ring_g, 
   for (int e = 0; e < 2; e++) {
     if (lane + WARP * e < ring) g[e] = ring_g[(lane + WARP * e) * Hv];
   }
-}
-
-// bf16 by two from a word, which takes one instruction each.
-template <int N>
-__device__ __forceinline__ Pack<float, N> widened(const Pack<Act, N>& x) {
-  Pack<float, N> y;
-#pragma unroll
-  for (int j = 0; j < N; j++) {
-    if constexpr (HALF && N % 2 == 0) {
-      unsigned pair;
-      memcpy(&pair, &x.v[j / 2 * 2], 4);
-      y.v[j] = __uint_as_float(j % 2 ? pair & 0xffff0000u : pair << 16);
-    } else {
-      y.v[j] = to_float(x.v[j]);
-    }
-  }
-  return y;
 }
 
 // Scores of q and k with the ring's keys, key(i, p) the thread's piece p of entry i, and with the row's own.

@@ -10,8 +10,8 @@ template <int N, class T>
 __device__ __forceinline__ Pack<T, N> read(const T* p) {
   if constexpr (sizeof(T) * N == 8) {
     Pack<T, N> pack;
-    const unsigned long long word = *reinterpret_cast<const unsigned long long*>(p);
-    memcpy(&pack, &word, 8);
+    const uint2 words = *reinterpret_cast<const uint2*>(p);
+    memcpy(&pack, &words, 8);
     return pack;
   } else {
     return load<N>(p);
@@ -21,9 +21,9 @@ __device__ __forceinline__ Pack<T, N> read(const T* p) {
 template <int N, class T>
 __device__ __forceinline__ void write(T* p, const Pack<T, N>& pack) {
   if constexpr (sizeof(T) * N == 8) {
-    unsigned long long word;
-    memcpy(&word, &pack, 8);
-    *reinterpret_cast<unsigned long long*>(p) = word;
+    uint2 words;
+    memcpy(&words, &pack, 8);
+    *reinterpret_cast<uint2*>(p) = words;
   } else {
     store<N>(p, pack);
   }
@@ -85,13 +85,44 @@ __device__ __forceinline__ float squares(const float (&x)[EACH][N]) {
   return sum;
 }
 
+// bf16 by two in a word, which takes one instruction each.
+template <int N>
+__device__ __forceinline__ Pack<float, N> widened(const Pack<Act, N>& x) {
+  Pack<float, N> y;
+#pragma unroll
+  for (int j = 0; j < N; j++) {
+    if constexpr (sizeof(Act) == 2 && N % 2 == 0) {
+      unsigned pair;
+      memcpy(&pair, &x.v[j / 2 * 2], 4);
+      y.v[j] = __uint_as_float(j % 2 ? pair & 0xffff0000u : pair << 16);
+    } else {
+      y.v[j] = to_float(x.v[j]);
+    }
+  }
+  return y;
+}
+
+// The other way, to the nearest.
+template <int N>
+__device__ __forceinline__ Pack<Act, N> rounded(const float (&x)[N]) {
+  Pack<Act, N> y;
+#pragma unroll
+  for (int j = 0; j < N; j++) {
+    if constexpr (sizeof(Act) == 2 && N % 2 == 0) {
+      if (j % 2) continue;
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(x[j], x[j + 1]);
+      memcpy(&y.v[j], &pair, 4);
+    } else {
+      y.v[j] = from_float<Act>(x[j]);
+    }
+  }
+  return y;
+}
+
 // Rounds the lane's numbers to Act and writes them to a head that begins at `out`.
 template <int WIDTH, int N>
 __device__ __forceinline__ void write_head(Act* out, const float (&y)[Share<WIDTH, N>::EACH][N]) {
   Share<WIDTH, N>().each([&](int e, int c) {
-    Pack<Act, N> rounded;
-#pragma unroll
-    for (int i = 0; i < N; i++) rounded.v[i] = from_float<Act>(y[e][i]);
-    write<N>(out + c, rounded);
+    write<N>(out + c, rounded(y[e]));
   });
 }
