@@ -9,7 +9,7 @@ import numpy as np
 from boleinfer import device, kernels
 from boleinfer.device import Array
 from boleinfer.device_forest import DeviceForest
-from boleinfer.ops.gdn import CHUNK, WIDTHS
+from boleinfer.ops.gdn import WIDTHS, small_bytes
 from boleinfer.ops.gdn_inputs import Sizes
 from boleinfer.ring import Ring
 
@@ -67,8 +67,4 @@ def launch(
 
 def _shared(K: int, rows: int, held: int) -> int:
     """Bytes of dynamic shared memory: Memory in gdn_few.cu."""
-    weights = 8 * rows * (RING + rows + 8) + rows // 16 * (2 * 3 * 16 * 24 + 4 * 16 * 16)
-    row = 4 * (4 * K // 16 * K + 3 * CHUNK + 4)
-    inputs = 12 * K * TAPS + 6 * K * (TAPS - 1 + rows)
-    fixed = 4 * 16 * held * K + 2 * (K + 8) * (3 * rows + RING) + max(weights, row, inputs)
-    return fixed + 8 * (CHUNK + rows + 1) + rows * (8 + 4 * TAPS) + 8 + 16
+    return small_bytes(K, rows, held, 12 * K * TAPS + 6 * K * (TAPS - 1 + rows) + 4 * rows * TAPS)

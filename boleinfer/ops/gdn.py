@@ -178,6 +178,10 @@ def gdn(
 # ---- the GPU ---------------------------------------------------------------------------------------------------------
 
 WIDTHS = 16, 32, 64, 128  # of K and V that the kernels are for
+# Where requests have so many rows at most: warps of a block, blocks of a multiprocessor, slices of the state that there is room
+# for and that are asked for at first.
+SMALL = {16: (12, 2, 8, 8), 32: (8, 2, 4, 4)}
+SMALL_RING = 32
 WARPS = {128: 12, 64: 8, 32: 8, 16: 8}  # of a block, by its columns of V
 FEW_WARPS = 6  # of narrow blocks with few rows: two fit on a multiprocessor, so that the next launch's can begin early
 PANELS = 64, 16  # how many columns before a window's own a block takes at once: as many as there is room for
@@ -216,18 +220,44 @@ def _shared(constants: dict[str, Any], C: int) -> int:
     return 4 * K * Vt + keys + steps + max(weights, row)
 
 
+def small_rows(k: Array, S: Array, ring: Ring, most: int | None) -> int:
+    """Rows of a request that cuda/gdn_small.cuh is compiled for which takes requests of `most` rows, if that is known; 0: none."""
+    (K, V), R = S.shape[2:], len(k)
+    if k.itemsize != 2 or K != V or K not in WIDTHS or ring.k.shape[1] > SMALL_RING:
+        return 0
+    return next((rows for rows in SMALL if min(R, most or R) <= rows), 0)
+
+
+def small_bytes(K: int, rows: int, held: int, front: int = 0) -> int:
+    """Bytes of Small in cuda/gdn_small.cuh, where what comes before W and T takes so many."""
+    weights = 8 * rows * (SMALL_RING + rows + 8) + rows // 16 * (2 * 3 * 16 * 24 + 4 * 16 * 16)
+    row = 4 * (4 * K // 16 * K + 3 * CHUNK + 4)
+    fixed = 4 * 16 * held * K + 2 * (K + 8) * (3 * rows + SMALL_RING) + max(weights, row, front)
+    return fixed + 8 * (CHUNK + rows + 1) + 8 * rows + 8 + 16
+
+
 def _launch(
     q: Array, k: Array, v: Array, g: Array, beta: Array, S: Array, ring: Ring, slot: Array, forest: DeviceForest
 ) -> tuple[Array, Array]:
-    (R, Hk, _), Hv, C, B = k.shape, v.shape[1], ring.k.shape[1], len(forest.chain)
+    (R, Hk, K), Hv, C, B = k.shape, v.shape[1], ring.k.shape[1], len(forest.chain)
     o, u = device.empty(v.shape, v.dtype), device.empty(v.shape, np.float32)
-    constants, grid, block = _tiles(k, S, ring, B)
     args = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "S": S, "slot": slot, "o": o, "u": u, "Hk": Hk, "Hv": Hv}
     args |= {"ring_k": ring.k, "ring_u": ring.u, "ring_g": ring.g, "length": ring.length, "C": C, "B": B}
     args |= {name: getattr(forest, name) for name in ("start", "chain", "parent", "request", "ancestors")}
-    if R and B:
+    if rows := small_rows(k, S, ring, forest.most):
+        warps, blocks, held, asked = SMALL[rows]
+        held, asked = min(held, K // 16), min(asked, K // 16)
+        constants: dict[str, Any] = {"Act": "bf16", "K": K, "V": K, "Rows": rows, "Ring": SMALL_RING, "Warps": warps}
+        constants |= {"Blocks": blocks, "Held": held, "Asked": asked}
+        args["Ahead"] = max(1, blocks * device.multiprocessors() // Hv)
+        file, name, grid, block = "gdn_small.cu", "gdn_small", (Hv // Hk, Hk, B), 32 * warps
+        shared = small_bytes(K, rows, held)
+    else:
+        file, name = "gdn.cu", "gdn"
+        constants, grid, block = _tiles(k, S, ring, B)
         shared = _shared(constants, C)
-        kernels.launch("gdn.cu", "gdn", grid, block, args, shared=shared, constants=constants)
+    if R and B:
+        kernels.launch(file, name, grid, block, args, shared=shared, constants=constants)
     return o, u
 
 
