@@ -15,7 +15,7 @@ from boleinfer.ring import Ring
 
 # By rows of a request, at most: warps of a block, blocks of a multiprocessor, rows that a warp convolves at once; where
 # there is a multiprocessor for each head, and else.
-BLOCKS = {16: ((16, 1, 4, 8, 8), (12, 2, 2, 8, 8)), 32: ((16, 1, 4, 8, 8), (16, 1, 4, 8, 8))}
+BLOCKS = {16: ((16, 1, 4, 8), (12, 2, 2, 8)), 32: ((16, 1, 4, 8), (16, 1, 4, 8))}
 ROWS = 16  # of a request: few, also where all have more together
 RING, TAPS = 32, 4
 
@@ -48,19 +48,19 @@ def launch(
 ) -> tuple[Array, Array, Array, Array]:
     """y, k, u and g as gdn_core says. rows: what rows_for found."""
     (Hk, K, Hv, V), R, B = sizes, len(qkvz), len(slot)
-    pieces = K // 16
     y, k = device.empty((R, Hv, V), qkvz.dtype), device.empty((R, Hk, K), qkvz.dtype)
     u, g = device.empty((R, Hv, V), np.float32), device.empty((R, Hv), np.float32)
     args = {"qkvz": qkvz, "ba": ba, "taps": taps, "A_log": A_log, "dt_bias": dt_bias, "norm": norm, "window": window}
     args |= {"S": S, "ring_k": ring.k, "ring_u": ring.u, "ring_g": ring.g, "length": ring.length, "slot": slot}
     args |= {name: getattr(forest, name) for name in ("start", "chain", "parent", "request", "ancestors")}
     args |= {"y": y, "k": k, "u": u, "g": g, "Hk": Hk, "Hv": Hv, "C": ring.k.shape[1], "B": B, "eps": eps}
-    warps, blocks, batch, held, asked = BLOCKS[rows][B * Hv > device.multiprocessors()]
+    warps, blocks, batch, held = BLOCKS[rows][B * Hv > device.multiprocessors()]
+    held = min(held, K // 16)
     args["Ahead"] = max(1, blocks * device.multiprocessors() // Hv)
     constants: dict[str, Any] = {"Act": device.c_type(qkvz), "K": K, "V": V, "W": TAPS, "Rows": rows, "Ring": RING}
-    constants |= {"Warps": warps, "Blocks": blocks, "Batch": batch, "Held": min(held, pieces), "Asked": min(asked, pieces)}
+    constants |= {"Warps": warps, "Blocks": blocks, "Batch": batch, "Held": held}
     if R and B:
-        shared = _shared(K, rows, min(held, pieces))
+        shared = _shared(K, rows, held)
         kernels.launch("gdn_few.cu", "gdn_few", (Hv // Hk, Hk, B), 32 * warps, args, shared=shared, constants=constants)
     return y, k, u, g
 

@@ -16,12 +16,12 @@
 // that Blocks fit on a multiprocessor. shared: sizeof(Memory); _shared in gdn_few.py repeats it.
 // Read twice: a key head's inputs and ring keys, by each of its value heads (L2).
 //
-// sizes: Act=bf16 K=128 V=128 W=4 Rows=16 Ring=32 Warps=16 Blocks=1 Batch=4 Held=8 Asked=8
-// sizes: Act=bf16 K=128 V=128 W=4 Rows=16 Ring=32 Warps=12 Blocks=2 Batch=2 Held=8 Asked=8
-// sizes: Act=bf16 K=128 V=128 W=4 Rows=16 Ring=32 Warps=12 Blocks=2 Batch=2 Held=8 Asked=2
-// sizes: Act=bf16 K=128 V=128 W=4 Rows=16 Ring=32 Warps=8 Blocks=3 Batch=2 Held=4 Asked=4
-// sizes: Act=bf16 K=128 V=128 W=4 Rows=32 Ring=32 Warps=16 Blocks=1 Batch=4 Held=8 Asked=8
-// sizes: Act=bf16 K=64 V=64 W=4 Rows=16 Ring=32 Warps=12 Blocks=2 Batch=2 Held=4 Asked=4
+// sizes: Act=bf16 K=128 V=128 W=4 Rows=16 Ring=32 Warps=16 Blocks=1 Batch=4 Held=8
+// sizes: Act=bf16 K=128 V=128 W=4 Rows=16 Ring=32 Warps=12 Blocks=2 Batch=2 Held=8
+// sizes: Act=bf16 K=128 V=128 W=4 Rows=16 Ring=32 Warps=12 Blocks=2 Batch=2 Held=4
+// sizes: Act=bf16 K=128 V=128 W=4 Rows=16 Ring=32 Warps=8 Blocks=3 Batch=2 Held=4
+// sizes: Act=bf16 K=128 V=128 W=4 Rows=32 Ring=32 Warps=16 Blocks=1 Batch=4 Held=8
+// sizes: Act=bf16 K=64 V=64 W=4 Rows=16 Ring=32 Warps=12 Blocks=2 Batch=2 Held=4
 constexpr int Vt = V, ROWS = Rows, WIDTH = Ring + Rows + 8;
 #include "gated_rms_norm.cuh"
 #include "gdn_inputs.cuh"
@@ -199,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_few(
   gather(m.ring_k, tree.held, ring_k, me, [&](int i) { return i < head.ring ? head.ring_k + i * Hk * K : nullptr; });
   cp_async_commit();
   const Slices slices(m.S, head.S, me);
-  slices.ask(0, Asked);
+  slices.ask(0, Held);
   prefetch_u(head, Hv);
   const Pack<float, NEAR> gain[1] = {load<NEAR>(norm + own)};
   int up = -1;
@@ -226,18 +226,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_few(
     z[i][0] = read<NEAR>(inputs + min(me.warp + WARPS * i, rows - 1) * pitch + channels + h * V + own);
   }
   if (me.warp == CARRIER && found.fetches) prefetch_head(memories.of(found.slot_later, key, h, found.ring_later), Hk, Hv);
-  constexpr int LATER = Held == SLICES ? (SLICES - Asked + 2) / 3 : 0;  // slices that are asked for at once from here on
-  slices.ask(Asked, Asked + LATER);
 #pragma unroll
   for (int i = 0; i < MOVED; i++) {
     const unsigned n = threadIdx.x + i * THREADS;
     if (n < rows * WORDS) store<8>(m.front.inputs[W - 1][0] + n * 8, moved[i]);
   }
-  cp_async_wait<Asked + LATER>();
+  cp_async_wait<Held>();
   __syncthreads();
-  slices.ask(Asked + LATER, Asked + 2 * LATER);
   convolve_rows(m, tree, blockIdx.x == 0 ? k + ((long long)first * Hk + key) * K : nullptr, me);
-  slices.ask(Asked + 2 * LATER, Asked + 3 * LATER);
   if (me.warp == STEWARD) {
     const float own_g = is ? gate.decay() : 0.0f;
     if (is) g[((long long)first + me.lane) * Hv + h] = own_g;

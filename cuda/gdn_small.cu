@@ -9,11 +9,13 @@
 // that Blocks fit on a multiprocessor. shared: sizeof(Memory); small_bytes in ops/gdn.py repeats it.
 // Read twice: a key head's rows and ring keys, by each of its value heads (L2).
 //
-// sizes: Act=bf16 K=128 V=128 Rows=16 Ring=32 Warps=12 Blocks=2 Held=8 Asked=8
-// sizes: Act=bf16 K=128 V=128 Rows=16 Ring=32 Warps=8 Blocks=3 Held=4 Asked=4
-// sizes: Act=bf16 K=128 V=128 Rows=32 Ring=32 Warps=12 Blocks=1 Held=8 Asked=8
-// sizes: Act=bf16 K=128 V=128 Rows=32 Ring=32 Warps=8 Blocks=2 Held=4 Asked=4
-// sizes: Act=bf16 K=64 V=64 Rows=16 Ring=32 Warps=12 Blocks=2 Held=4 Asked=4
+// sizes: Act=bf16 K=128 V=128 Rows=16 Ring=32 Warps=12 Blocks=2 Held=8
+// sizes: Act=bf16 K=128 V=128 Rows=16 Ring=32 Warps=12 Blocks=2 Held=4
+// sizes: Act=bf16 K=128 V=128 Rows=16 Ring=32 Warps=8 Blocks=3 Held=4
+// sizes: Act=bf16 K=128 V=128 Rows=16 Ring=32 Warps=8 Blocks=4 Held=2
+// sizes: Act=bf16 K=128 V=128 Rows=32 Ring=32 Warps=12 Blocks=1 Held=8
+// sizes: Act=bf16 K=128 V=128 Rows=32 Ring=32 Warps=8 Blocks=2 Held=4
+// sizes: Act=bf16 K=64 V=64 Rows=16 Ring=32 Warps=12 Blocks=2 Held=4
 constexpr int Vt = V, ROWS = Rows, WIDTH = Ring + Rows + 8;
 #include "gdn_small.cuh"
 
@@ -73,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_small(
     gather<COPIES>(m.ring_k, tree.held, ring_k, me, [&](int i) { return i < head.ring ? head.ring_k + i * Hk * K : nullptr; });
   }
   const Slices slices(m.S, head.S, me);
-  slices.ask(0, Asked);
+  slices.ask(0, Held);
   prefetch_u(head, Hv);
   if (me.warp == STEWARD && me.lane < ROWS) m.ancestors[me.lane] = node.mask(tree, me.lane);
   after_previous();

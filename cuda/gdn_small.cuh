@@ -1,6 +1,6 @@
 // What a block does with a small tree in the gated delta rule: a value head of a request, all of whose rows are one window.
-// The equations are those of gdn.cu. Who includes this says how large a tree is, ROWS, and a ring, Ring, at most; how many
-// slices of 16 keys of the state there is room for, Held; and how many of these are asked for at first, Asked.
+// The equations are those of gdn.cu. Who includes this says how large a tree is, ROWS, and a ring, Ring, at most, and for how many
+// slices of the state, 16 keys each, there is room: Held.
 #pragma once
 
 #include "gdn_row.cuh"
@@ -9,7 +9,7 @@
 constexpr int STEWARD = WARPS - 1, CARRIER = WARPS - 2;
 constexpr int WEIGHERS = WARPS > OWNERS ? WARPS - OWNERS : WARPS;  // warps that make W and T
 constexpr int SLICES = K / 16;
-constexpr bool WHOLE = Held == SLICES && Asked == SLICES;  // the state is there at once
+constexpr bool WHOLE = Held == SLICES;  // the state is there at once
 
 // Front: what is needed before W and T are made, in their place.
 template <class Front>

@@ -178,9 +178,8 @@ def gdn(
 # ---- the GPU ---------------------------------------------------------------------------------------------------------
 
 WIDTHS = 16, 32, 64, 128  # of K and V that the kernels are for
-# Where requests have so many rows at most: warps of a block, blocks of a multiprocessor, slices of the state that there is room
-# for and that are asked for at first.
-SMALL = {16: (12, 2, 8, 8), 32: (8, 2, 4, 4)}
+# Where requests have so many rows at most: warps of a block, blocks of a multiprocessor, slices of the state it has room for.
+SMALL = {16: (12, 2, 8), 32: (8, 2, 4)}
 SMALL_RING = 32
 WARPS = {128: 12, 64: 8, 32: 8, 16: 8}  # of a block, by its columns of V
 FEW_WARPS = 6  # of narrow blocks with few rows: two fit on a multiprocessor, so that the next launch's can begin early
@@ -245,10 +244,10 @@ def _launch(
     args |= {"ring_k": ring.k, "ring_u": ring.u, "ring_g": ring.g, "length": ring.length, "C": C, "B": B}
     args |= {name: getattr(forest, name) for name in ("start", "chain", "parent", "request", "ancestors")}
     if rows := small_rows(k, S, ring, forest.most):
-        warps, blocks, held, asked = SMALL[rows]
-        held, asked = min(held, K // 16), min(asked, K // 16)
+        warps, blocks, held = SMALL[rows]
+        held = min(held, K // 16)
         constants: dict[str, Any] = {"Act": "bf16", "K": K, "V": K, "Rows": rows, "Ring": SMALL_RING, "Warps": warps}
-        constants |= {"Blocks": blocks, "Held": held, "Asked": asked}
+        constants |= {"Blocks": blocks, "Held": held}
         args["Ahead"] = max(1, blocks * device.multiprocessors() // Hv)
         file, name, grid, block = "gdn_small.cu", "gdn_small", (Hv // Hk, Hk, B), 32 * warps
         shared = small_bytes(K, rows, held)
