@@ -5,8 +5,8 @@
 //   o_n =               e^{G_n} S^T q_n + sum_{a in before, n} e^{G_n - G_a} (k_a . q_n) u_a
 //
 // Rows are taken ROWS at a time, a window. Columns are what a window's rows may depend on: the ring and, in a tree, the
-// windows before it (`earlier`, Panel of them at a time, filled up to full sixteens), then its own rows. A chain instead
-// folds each window into S, which lies in shared memory. For one window:
+// windows before it (`earlier`, Panel of them at a time, filled up to full sixteens), then its own rows. A chain of more than
+// CHUNK rows instead folds each window into S, which lies in shared memory. For one window:
 //   W  = decays * scores of its queries and keys with the columns, T = (I + beta W_k)^-1 of each 16 of its own rows
 //   X  = e^G S^T x for its queries and keys
 //   16 columns at a time, in order:  U = ring, earlier rows, or T beta (V - X_k) of own rows;  X += W U of later rows
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 192 ? 1 : 2) gdn
     cp_async_commit();
   }
   __syncthreads();
-  Tokens X;
+  Tokens X[1];
   float u_c[2][4];
 #pragma unroll 1
   for (int n = 1; m.steps[n - 1 & 3].rows >= 0; n++) {
@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 192 ? 1 : 2) gdn
     const float* to_come = next.head > max(now.head, 0) ? state_of(next) : nullptr;
     const Lane me = this_lane();
     if (me.owner) {
-      if (done.own) finish(X, u_c, m, head_of(done), done, n - 1, me);
+      if (done.own) finish(X[0], u_c, m, head_of(done), done, n - 1, me);
       if (late) __syncthreads();
       if (now.own) {
         wait_once();

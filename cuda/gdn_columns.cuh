@@ -90,16 +90,16 @@ __device__ __forceinline__ void finish(Tokens& X, float (&u)[2][4], Memory& m, c
 }
 
 // X of a new window, without what its columns will give, and u of the step's first columns.
-__device__ __forceinline__ void begin(Tokens& X, float (&u)[2][4], Memory& m, const Head& head, const Step& w,
+__device__ __forceinline__ void begin(Tokens (&X)[1], float (&u)[2][4], Memory& m, const Head& head, const Step& w,
                                       const float* to_come, const Lane& me) {
   if (w.columns > 0) read_u(u, m, head, w, w.column, me);
   if (w.column == 0) {
     Values values;
     read_values(values, head.v + head.value_at(w.first) + me.pair, head.Hv * V, [&](int row) { return w.used >> row & 1; }, me);
-    memset(&X, 0, sizeof X);
+    memset(X, 0, sizeof X);
     if (w.from == 0) cp_async_wait<0>(), __syncwarp();
-    past(X, m.S, m.x[w.window % 2], w.tiles(), to_come, [](int) {}, me);
-    fade_all(X, [&](int row) { return kept(m, w, row); }, me);
-    subtract(X, values);
+    past(X, m.S, &m.x[w.window % 2], w.tiles(), to_come, [](int) {}, me);
+    fade_all(X[0], [&](int row) { return kept(m, w, row); }, me);
+    subtract(X[0], values);
   }
 }

@@ -22,10 +22,10 @@
 // sizes: Act=bf16 K=128 V=128 W=4 Rows=16 Ring=32 Warps=8 Blocks=3 Batch=2 Held=4
 // sizes: Act=bf16 K=128 V=128 W=4 Rows=32 Ring=32 Warps=16 Blocks=1 Batch=4 Held=8
 // sizes: Act=bf16 K=64 V=64 W=4 Rows=16 Ring=32 Warps=12 Blocks=2 Batch=2 Held=4
-constexpr int Vt = V, ROWS = Rows, WIDTH = Ring + Rows + 8;
+#include "gdn_small.cuh"
+
 #include "gated_rms_norm.cuh"
 #include "gdn_inputs.cuh"
-#include "gdn_small.cuh"
 
 constexpr int LANES = Share<K, NEAR>::LANES;                   // of a warp, for a head
 constexpr int NORMED = (ROWS + WARPS - 1) / WARPS;             // rows of a warp
@@ -53,10 +53,10 @@ __device__ __forceinline__ void find_inputs(Memory& m, const Tree& tree, int up,
 __device__ __forceinline__ void clear_unused(Memory& m, const Tree& tree) {
 #pragma unroll 1
   for (int row = threadIdx.x / 8; row < TILE * tree.tiles; row += THREADS / 8) {
-    if (tree.used >> row & 1) continue;
+    if (tree.has(row)) continue;
     for (int c = threadIdx.x % 8 * 8; c < K; c += 64) {
-      store<8>(&m.x[0][0][row][c], Pack<bf16, 8>{});
-      store<8>(&m.x[1][0][row][c], Pack<bf16, 8>{});
+      store<8>(&m.x[0][0][0][row][c], Pack<bf16, 8>{});
+      store<8>(&m.x[0][1][0][row][c], Pack<bf16, 8>{});
       store<8>(&m.v[row][c], Pack<bf16, 8>{});
     }
   }
@@ -92,8 +92,8 @@ __device__ __forceinline__ void convolve_rows(Memory& m, const Tree& tree, Act* 
 #pragma unroll
     for (int i = 0; i < Batch; i++) {
       const int row = first + i;
-      if (row >= ROWS || !(tree.used >> row & 1) || me.lane >= LANES) continue;
-      write_head<K, NEAR>(type < 2 ? m.x[type][0][row] : m.v[row], y[i]);
+      if (row >= ROWS || !tree.has(row) || me.lane >= LANES) continue;
+      write_head<K, NEAR>(type < 2 ? m.x[0][type][0][row] : m.v[row], y[i]);
       if (type == 1 && kept) write_head<K, NEAR>(kept + row * tree.Hk * K, y[i]);
     }
   }
@@ -122,7 +122,7 @@ __device__ __forceinline__ void norm_rows(Memory& m, const Tree& tree, const flo
     float o[1][NEAR];
 #pragma unroll
     for (int n = 0; n < NEAR; n++) o[0][n] = to_float(rounded.v[n]);
-    norm_head<NEAR>(y + row * tree.Hv * V, o, gate[i], eps, (tree.used >> row & 1) && me.lane < LANES);
+    norm_head<NEAR>(y + row * tree.Hv * V, o, gate[i], eps, tree.has(row) && me.lane < LANES);
   }
 }
 
@@ -170,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_few(
   const Lane me = this_lane();
   const int channels = 2 * Hk * K + Hv * V, pitch = channels + Hv * V;
   const int own = me.lane % LANES * NEAR;  // channels of a head
-  const bool is = tree.used >> me.lane & 1;  // row `lane`
+  const bool is = tree.has(me.lane);  // row `lane`
   // Channels of q, k and v, eight neighbours a word.
   const auto channel_of = [&](unsigned word) {
     const int type = word / (K / 8), c = word % (K / 8) * 8;
@@ -178,11 +178,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_few(
   };
 
   // what is remembered
-  Node node;
+  Nodes nodes;
   Gate gate;
   float past_g[2];
   if (me.warp == STEWARD) {
-    node.read(tree, parent, ancestors, me.lane);
+    nodes.read(tree, parent, ancestors, me.lane);
     read_decays(past_g, head.ring_g, head.ring, Hv);
     gate.A = A_log[h], gate.bias = dt_bias[h];
   }
@@ -204,8 +204,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_few(
   const Pack<float, NEAR> gain[1] = {load<NEAR>(norm + own)};
   int up = -1;
   if (me.warp == STEWARD) {
-    up = node.up(tree, me.lane);
-    if (me.lane < ROWS) m.ancestors[me.lane] = node.mask(tree, me.lane);
+    up = nodes.up(tree, 0, me.lane);
+    nodes.note(m, tree, me.lane);
     find_inputs(m, tree, up, me.lane);
   }
   clear_unused(m, tree);
@@ -237,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_few(
   if (me.warp == STEWARD) {
     const float own_g = is ? gate.decay() : 0.0f;
     if (is) g[((long long)first + me.lane) * Hv + h] = own_g;
-    add_up(m, tree, up, past_g, own_g, is ? sigmoid(gate.b) : 0.0f, me.lane);
+    add_up(m, tree, 0, up, past_g, own_g, is ? sigmoid(gate.b) : 0.0f, me.lane);
   }
   float gates[NORMED][1][NEAR];  // of y
 #pragma unroll
@@ -248,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_few(
   const long long at = ((long long)first * Hv + h) * V;
   if (rows > 1) {
     solve_tree(m, tree, head, slices, u + at, me);
-  } else if (tree.used) {
+  } else if (tree.has(0)) {
     solve_one(m, tree, past_g, head, u + at, me);
   }
   __syncthreads();

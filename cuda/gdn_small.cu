@@ -15,8 +15,8 @@
 // sizes: Act=bf16 K=128 V=128 Rows=16 Ring=32 Warps=8 Blocks=4 Held=2
 // sizes: Act=bf16 K=128 V=128 Rows=32 Ring=32 Warps=12 Blocks=1 Held=8
 // sizes: Act=bf16 K=128 V=128 Rows=32 Ring=32 Warps=8 Blocks=2 Held=4
+// sizes: Act=bf16 K=128 V=128 Rows=64 Ring=32 Warps=8 Blocks=2 Held=2
 // sizes: Act=bf16 K=64 V=64 Rows=16 Ring=32 Warps=12 Blocks=2 Held=4
-constexpr int Vt = V, ROWS = Rows, WIDTH = Ring + Rows + 8;
 #include "gdn_small.cuh"
 
 struct Nothing {};
@@ -65,10 +65,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_small(
   const long long row = tree.first;
 
   // what is remembered
-  Node node;
+  Nodes nodes;
   float past_g[2];
   if (me.warp == STEWARD) {
-    node.read(tree, parent, ancestors, me.lane);
+    nodes.read(tree, parent, ancestors, me.lane);
     read_decays(past_g, head.ring_g, head.ring, Hv);
   }
   if (copies) {
@@ -77,25 +77,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_small(
   const Slices slices(m.S, head.S, me);
   slices.ask(0, Held);
   prefetch_u(head, Hv);
-  if (me.warp == STEWARD && me.lane < ROWS) m.ancestors[me.lane] = node.mask(tree, me.lane);
+  if (me.warp == STEWARD) nodes.note(m, tree, me.lane);
   after_previous();
 
   // rows, decays
-  float own_g = 0.0f, own_beta = 0.0f;
-  if (me.warp == STEWARD && tree.used >> me.lane & 1) {
-    own_g = g[(row + me.lane) * Hv + h], own_beta = beta[(row + me.lane) * Hv + h];
+  float own_g[WINDOWS] = {}, own_beta[WINDOWS] = {};
+#pragma unroll
+  for (int w = 0; w < WINDOWS && me.warp == STEWARD; w++) {
+    const int i = me.lane + w * ROWS;
+    if (tree.has(i)) own_g[w] = g[(row + i) * Hv + h], own_beta[w] = beta[(row + i) * Hv + h];
   }
   if (copies) {
-    const auto copy = [&](bf16 (&to)[ROWS][PITCH], const Act* from, int pitch) {
-      gather<COPIES>(&to, tree.tiles * TILE, from, me, [&](int i) { return tree.used >> i & 1 ? from + i * pitch : nullptr; });
+    const auto copy = [&](bf16 (&to)[PITCH], const Act* from, int first, int count, int pitch) {
+      gather<COPIES>(reinterpret_cast<bf16(*)[Rows][PITCH]>(&to), count, from, me, [&](int i) {
+        return tree.has(first + i) ? from + (first + i) * pitch : nullptr;
+      });
     };
-    copy(m.x[0][0], q + (row * Hk + key) * K, Hk * K);
-    copy(m.x[1][0], k + (row * Hk + key) * K, Hk * K);
-    copy(m.v, v + (row * Hv + h) * V, Hv * V);
+#pragma unroll
+    for (int w = 0; w < WINDOWS; w++) {
+      const int count = min(ROWS, TILE * tree.tiles - w * ROWS);
+      copy(m.x[w][0][0][0], q + (row * Hk + key) * K, w * ROWS, count, Hk * K);
+      copy(m.x[w][1][0][0], k + (row * Hk + key) * K, w * ROWS, count, Hk * K);
+    }
+    copy(m.v[0], v + (row * Hv + h) * V, 0, TILE * tree.tiles, Hv * V);
   }
   cp_async_commit();
   if (me.warp == CARRIER && found.fetches) prefetch_head(memories.of(found.slot_later, key, h, found.ring_later), Hk, Hv);
-  if (me.warp == STEWARD) add_up(m, tree, node.up(tree, me.lane), past_g, own_g, own_beta, me.lane);
+#pragma unroll
+  for (int w = 0; w < WINDOWS && me.warp == STEWARD; w++) {
+    add_up(m, tree, w, nodes.up(tree, w, me.lane), past_g, own_g[w], own_beta[w], me.lane);
+  }
   if (copies) cp_async_wait<0>();
   __syncthreads();
 
@@ -103,13 +114,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_small(
   const long long at = (row * Hv + h) * V;
   if (tree.rows > 1) {
     solve_tree(m, tree, head, slices, u + at, me);
-  } else if (tree.used) {
+  } else if (tree.has(0)) {
     solve_one(m, tree, past_g, head, u + at, me);
   }
   __syncthreads();
 #pragma unroll 1
   for (unsigned word = threadIdx.x; word < tree.rows * (V / 8); word += THREADS) {
     const int i = word / (V / 8), c = word % (V / 8) * 8;
-    if (tree.used >> i & 1) store<8>(o + at + i * Hv * V + c, load<8>(m.v[i] + c));
+    if (tree.has(i)) store<8>(o + at + i * Hv * V + c, load<8>(m.v[i] + c));
   }
 }

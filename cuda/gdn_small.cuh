@@ -1,22 +1,24 @@
-// What a block does with a small tree in the gated delta rule: a value head of a request, all of whose rows are one window.
-// The equations are those of gdn.cu. Who includes this says how large a tree is, ROWS, and a ring, Ring, at most, and for how many
-// slices of the state, 16 keys each, there is room: Held.
+// What a block does with a small tree in the gated delta rule: a value head of a request.
+// The equations are those of gdn.cu. A tree has up to Rows rows, in windows of ROWS; a ring up to Ring entries; and there is room
+// for Held slices of the state, 16 keys each.
 #pragma once
 
+constexpr int Vt = V, ROWS = Rows < 32 ? Rows : 32, WIDTH = Ring + Rows + 8;
 #include "gdn_row.cuh"
 #include "gdn_tiles.cuh"
 
 constexpr int STEWARD = WARPS - 1, CARRIER = WARPS - 2;
 constexpr int WEIGHERS = WARPS > OWNERS ? WARPS - OWNERS : WARPS;  // warps that make W and T
-constexpr int SLICES = K / 16;
+constexpr int SLICES = K / 16, WINDOWS = Rows / ROWS;
+static_assert(WINDOWS <= 2, "rows in use are two words");
 constexpr bool WHOLE = Held == SLICES;  // the state is there at once
 
 // Front: what is needed before W and T are made, in their place.
 template <class Front>
 struct Small {
   float S[Held * 16 * V];  // see `place`
-  Inputs x;
-  Act v[ROWS][V + 8];  // values, then o
+  Inputs x[WINDOWS];
+  Act v[Rows][V + 8];  // values, then o
   bf16 ring_k[KEY_PARTS][Ring][PITCH];
   union {
     Front front;
@@ -27,10 +29,10 @@ struct Small {
     };
     RowMemory row;
   };
-  float2 G[CHUNK + ROWS];    // from the tree's root: ring, then rows
-  float2 ring_sum;           // log decay from the checkpoint to the tree
-  float beta[ROWS], g;       // g: of the first row
-  unsigned ancestors[ROWS];  // and itself
+  float2 G[CHUNK + Rows];             // from the tree's root: ring, then rows
+  float2 ring_sum;                    // log decay from the checkpoint to the tree
+  float beta[Rows], g;                // g: of the first row
+  unsigned ancestors[Rows][WINDOWS];  // and itself
 };
 
 // What is remembered of a value head of a request, its first entries.
@@ -46,8 +48,10 @@ struct Tree {
   int ring, held;  // entries before them, and those in full sixteens
   int Hk, Hv;
   bool path;
-  unsigned used;  // rows that are the request's own
+  unsigned used[WINDOWS];  // rows that are the request's own
 
+  __device__ __forceinline__ unsigned used_from(int i) const { return (i < WARP ? used[0] : used[WINDOWS - 1]) >> i % WARP; }
+  __device__ __forceinline__ bool has(int i) const { return used_from(i) & 1; }
   // Entries of the ring among the 16 from c on, as bits.
   __device__ __forceinline__ unsigned filled(int c) const { return ring - c < TILE ? (1u << max(0, ring - c)) - 1 : ~0u; }
 };
@@ -74,10 +78,13 @@ struct Found {
   }
 
   __device__ __forceinline__ Tree tree(const int* request, int Hk, int Hv) const {
-    const int lane = threadIdx.x % WARP;
-    const bool is = lane < rows && request[first + min(lane, rows - 1)] == b;
-    return {b, first, rows, (rows + TILE - 1) / TILE, ring, (ring + TILE - 1) / TILE * TILE, Hk, Hv, path,
-            __ballot_sync(ALL_LANES, is)};
+    Tree tree = {b, first, rows, (rows + TILE - 1) / TILE, ring, (ring + TILE - 1) / TILE * TILE, Hk, Hv, path};
+#pragma unroll
+    for (int w = 0; w < WINDOWS; w++) {
+      const int row = threadIdx.x % WARP + w * ROWS;
+      tree.used[w] = __ballot_sync(ALL_LANES, row < rows && request[first + min(row, rows - 1)] == b);
+    }
+    return tree;
   }
 };
 
@@ -95,21 +102,37 @@ struct Remembered {
   }
 };
 
-// What the forest says of row `lane` of the tree: all rows at once, since the next one up is then a lane's to tell.
-struct Node {
-  int parent;
-  unsigned ancestors;
+// What the forest says of row `lane` of each window: all rows at once, since who is above is then a lane's to tell.
+struct Nodes {
+  int parent[WINDOWS];
+  unsigned ancestors[WINDOWS][WINDOWS];
 
   __device__ __forceinline__ void read(const Tree& tree, const int* parents, const unsigned* masks, int lane) {
-    const int row = tree.first + min(lane, tree.rows - 1);
-    parent = parents[row], ancestors = masks[4ll * row];
+#pragma unroll
+    for (int w = 0; w < WINDOWS; w++) {
+      const int row = tree.first + min(lane + w * ROWS, tree.rows - 1);
+      parent[w] = parents[row];
+#pragma unroll
+      for (int word = 0; word <= w; word++) ancestors[w][word] = masks[4ll * row + word];
+    }
   }
-  // The lane of the next row up, negative where there is none.
-  __device__ __forceinline__ int up(const Tree& tree, int lane) const {
-    return tree.used >> lane & 1 ? max(parent - tree.first, -1) : -1;
+  // The row's next one up, in the tree; negative where there is none.
+  __device__ __forceinline__ int up(const Tree& tree, int w, int lane) const {
+    return tree.has(lane + w * ROWS) ? max(parent[w] - tree.first, -1) : -1;
   }
-  __device__ __forceinline__ unsigned mask(const Tree& tree, int lane) const {
-    return !(tree.used >> lane & 1) ? 0u : tree.path ? 2 * (1u << lane) - 1 : ancestors;
+  // Writes down which rows are ancestors of which or these themselves.
+  template <class Front>
+  __device__ __forceinline__ void note(Small<Front>& m, const Tree& tree, int lane) const {
+    if (lane >= ROWS) return;
+#pragma unroll
+    for (int w = 0; w < WINDOWS; w++) {
+      const int row = lane + w * ROWS;
+#pragma unroll
+      for (int word = 0; word <= w; word++) {
+        const unsigned bits = !tree.path ? ancestors[w][word] : word < w ? ~0u : 2 * (1u << lane) - 1;
+        m.ancestors[row][word] = tree.has(row) ? bits : 0u;
+      }
+    }
   }
 };
 
@@ -176,16 +199,23 @@ struct Slices {
 
 // ---- by the steward, a lane a row -----------------------------------------------------------------------------------
 
-// Decays and beta of the rows, whose log decay is g, and decays of the ring, whose entries' are ring_g. up: as Node says, in a
-// chain also of rows that are not in use.
+// Decays and beta of a window's rows, whose log decay is g, and with the first one's decays of the ring, whose entries' are ring_g.
+// up: as Nodes says.
 template <class Front>
-__device__ __forceinline__ void add_up(Small<Front>& m, const Tree& tree, int up, const float (&ring_g)[2], float g, float beta,
-                                       int lane) {
-  double sum = clamped(g), past[2];
+__device__ __forceinline__ void add_up(Small<Front>& m, const Tree& tree, int w, int up, const float (&ring_g)[2], float g,
+                                       float beta, int lane) {
+  const int row = lane + w * ROWS;
+  if (tree.path) up = row - 1;  // of rows that are not in use, too
+  double sum = clamped(g), past[2] = {};
+  if (lane < ROWS && up >= 0 && up < w * ROWS) sum += double(m.G[CHUNK + up].x) + m.G[CHUNK + up].y;
+  if (w == 0) {
 #pragma unroll
-  for (int e = 0; e < 2; e++) past[e] = lane + WARP * e < tree.ring ? clamped(ring_g[e]) : 0.0;
-  add_up_paths(sum, lane < ROWS ? (tree.path ? lane - 1 : up) : -1, past, lane);
-  if (lane < ROWS) m.G[CHUNK + lane] = two_floats(sum), m.beta[lane] = beta;
+    for (int e = 0; e < 2; e++) past[e] = lane + WARP * e < tree.ring ? clamped(ring_g[e]) : 0.0;
+  }
+  add_up_paths(sum, lane < ROWS ? max(up - w * ROWS, -1) : -1, past, lane);
+  if (lane < ROWS) m.G[CHUNK + row] = two_floats(sum), m.beta[row] = beta;
+  __syncwarp();
+  if (w > 0) return;
   if (lane == 0) m.g = g;
   const float2 all = ring_sums(m.G, past, lane);
   if (lane == 0) m.ring_sum = all;
@@ -193,53 +223,57 @@ __device__ __forceinline__ void add_up(Small<Front>& m, const Tree& tree, int up
 
 // ---- W, T, u and o --------------------------------------------------------------------------------------------------
 
-// W of the rows with themselves and the ring, T of their own. Diagonals, which take longest, come first.
+// W of a window's rows with themselves and all before them, T of their own. Diagonals, which take longest, come first.
 template <class Front>
-__device__ __forceinline__ void weigh(Small<Front>& m, const Tree& tree, const Lane& me) {
-  const Window w = {m.x, m.G + CHUNK, m.beta, m.weights, m.A, m.T};
-  const int triangle = tree.tiles * (tree.tiles + 1) / 2;
+__device__ __forceinline__ void weigh(Small<Front>& m, const Tree& tree, int window, const Lane& me) {
+  const int before = window * ROWS, tiles = min(TILES, tree.tiles - window * TILES), triangle = tiles * (tiles + 1) / 2;
+  const Window w = {m.x[window], m.G + CHUNK + before, m.beta + before, m.weights, m.A, m.T};
 #pragma unroll 1
-  for (int unit = STEWARD - me.warp; unit < triangle + tree.tiles * tree.held / TILE; unit += WEIGHERS) {
-    const bool own = unit < triangle;
+  for (int unit = STEWARD - me.warp; unit < triangle + tiles * (tree.held + before) / TILE; unit += WEIGHERS) {
+    const bool inside = unit < triangle;
     const int other = unit - triangle;
-    const int row = !own ? other % tree.tiles : unit < tree.tiles ? unit : 1;
-    const int column = !own ? other / tree.tiles : unit < tree.tiles ? unit : 0, c = TILE * column;
+    const int row = !inside ? other % tiles : unit < tiles ? unit : 1;
+    const int column = inside ? tree.held + before + TILE * (unit < tiles ? unit : 0) : TILE * (other / tiles);  // of W
+    const int a = column - tree.held;  // in the tree, or before it
     weigh_tile(
-        w, TILE * row, own ? m.x[1][0][c] : m.ring_k[0][c], (own ? ROWS : Ring) * PITCH, own ? tree.held + c : c,
-        m.G + (own ? CHUNK + c : c), own && row == column,
-        [&](int i) { return own ? m.ancestors[i] >> c : tree.filled(c); }, me);
+        w, TILE * row, a < 0 ? m.ring_k[0][column] : m.x[a / ROWS][1][0][a % ROWS], (a < 0 ? Ring : ROWS) * PITCH, column,
+        m.G + (a < 0 ? column : CHUNK + a), inside && unit < tiles,
+        [&](int i) { return a < 0 ? tree.filled(column) : m.ancestors[before + i][a / WARP] >> a % WARP; }, me);
   }
 }
 
-// u of the ring's 16 entries from c on, at the lane's columns. ring_u: at the head
-__device__ __forceinline__ void read_ring(float (&past_u)[2][4], const Tree& tree, int c, const float* ring_u,
-                                          const Lane& me) {
-  read_u(past_u, ring_u + c * tree.Hv * V + me.pair, tree.Hv * V, tree.filled(c), me);
+// u of 16 columns of W, c on, at the lane's columns of V. What is read of rows of the tree this lane has written. u: of the first row,
+// at the head, as is the ring's.
+__device__ __forceinline__ void read_u(float (&past_u)[2][4], const Tree& tree, int c, const float* ring_u, const float* u,
+                                       const Lane& me) {
+  const int a = c - tree.held, pitch = tree.Hv * V;
+  const unsigned used = a < 0 ? tree.filled(c) : tree.used_from(a);
+  read_u(past_u, (a < 0 ? ring_u + c * pitch : u + a * pitch) + me.pair, pitch, used, me);
 }
 
-// u and o of the rows, o in the place of v. X: what the state gives; past_u: u of the ring's first 16 entries; u: of the first
-// row, at the head.
+// u and o of a window's rows, o in the place of v. X: what the state gives; past_u: u of the first 16 columns.
 template <class Front>
-__device__ __forceinline__ void solve(Small<Front>& m, const Tree& tree, Tokens& X, float (&past_u)[2][4],
+__device__ __forceinline__ void solve(Small<Front>& m, const Tree& tree, int window, Tokens& X, float (&past_u)[2][4],
                                       const float* ring_u, float* u, const Lane& me) {
+  const int before = window * ROWS, tiles = min(TILES, tree.tiles - window * TILES), columns = tree.held + before;
 #pragma unroll 1
-  for (int c = 0; c < tree.held; c += TILE) {
+  for (int c = 0; c < columns; c += TILE) {
     unsigned parts[3][4];
     operand(parts, past_u[0], past_u[1]);
-    if (c + TILE < tree.held) read_ring(past_u, tree, c + TILE, ring_u, me);
-    apply(X, m.weights, parts, 0, 0, tree.tiles, c, me.lane);
+    if (c + TILE < columns) read_u(past_u, tree, c + TILE, ring_u, u, me);
+    apply(X, m.weights, parts, 0, 0, tiles, c, me.lane);
   }
 #pragma unroll
   for (int j = 0; j < TILES; j++) {
-    if (j >= tree.tiles) continue;
+    if (j >= tiles) continue;
     float own[2][4];
-    solve_tile(own, X, j, m.T[j], m.beta, m.weights, tree.tiles, tree.held + TILE * j, me);
+    solve_tile(own, X, j, m.T[j], m.beta + before, m.weights, tiles, columns + TILE * j, me);
 #pragma unroll
     for (int n = 0; n < 2; n++) {
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        const int i = TILE * j + 8 * n + 2 * me.quad + e;
-        if (!(tree.used >> i & 1)) continue;
+        const int i = before + TILE * j + 8 * n + 2 * me.quad + e;
+        if (!tree.has(i)) continue;
         store_two(u + i * tree.Hv * V + me.pair, own[n][e], own[n][2 + e]);
         store_two(m.v[i] + me.pair, X[0][j][n][e], X[0][j][n][2 + e]);
       }
@@ -253,7 +287,7 @@ __device__ __forceinline__ void solve_one(Small<Front>& m, const Tree& tree, con
                                           const Lane& me) {
   if (WHOLE) cp_async_wait<0>();
   const Member member;
-  const Act *q = m.x[0][0][0], *k = m.x[1][0][0];
+  const Act *q = m.x[0][0][0][0], *k = m.x[0][1][0][0];
   score_ring(m.row, q, k, tree.ring, [&](int i, int p) {
     return load<PIECE>(m.ring_k[0][i] + threadIdx.x % 8 * PIECE + 8 * PIECE * p);
   });
@@ -283,17 +317,29 @@ __device__ __forceinline__ void solve_one(Small<Front>& m, const Tree& tree, con
 template <class Front>
 __device__ __forceinline__ void solve_tree(Small<Front>& m, const Tree& tree, const Head& head, const Slices& slices, float* u,
                                            const Lane& me) {
-  if (WEIGHERS == WARPS || !me.owner) weigh(m, tree, me);
-  Tokens X = {};
+  if (WEIGHERS == WARPS || !me.owner) weigh(m, tree, 0, me);
+  Tokens X[WINDOWS] = {};
   float past_u[2][4];
   if (me.owner) {
-    Values v;
-    read_ring(past_u, tree, 0, head.ring_u, me);
+    read_u(past_u, tree, 0, head.ring_u, u, me);
     past<Held>(X, m.S, m.x, tree.tiles, nullptr, [&](int slice) { slices.ready(slice); }, me);
-    read_values(v, m.v[0] + me.pair, V + 8, [](int) { return true; }, me);
-    fade_all(X, [&](int row) { return kept(m.G[CHUNK + row], m.ring_sum); }, me);
-    subtract(X, v);
+#pragma unroll
+    for (int w = 0; w < WINDOWS; w++) {
+      Values v;
+      read_values(v, m.v[w * ROWS] + me.pair, V + 8, [](int) { return true; }, me);
+      fade_all(X[w], [&](int row) { return kept(m.G[CHUNK + w * ROWS + row], m.ring_sum); }, me);
+      subtract(X[w], v);
+    }
   }
-  __syncthreads();
-  if (me.owner) solve(m, tree, X, past_u, head.ring_u, u, me);
+#pragma unroll
+  for (int w = 0; w < WINDOWS; w++) {
+    if (w > 0 && w * ROWS >= tree.rows) break;
+    if (w > 0) {
+      __syncthreads();
+      if (WEIGHERS == WARPS || !me.owner) weigh(m, tree, w, me);
+      if (me.owner) read_u(past_u, tree, 0, head.ring_u, u, me);
+    }
+    __syncthreads();
+    if (me.owner) solve(m, tree, w, X[w], past_u, head.ring_u, u, me);
+  }
 }

@@ -14,30 +14,32 @@ using Inverse = bf16[3][TILE][TILE + 8];         // T in parts, by columns
 
 // ---- by columns of V ------------------------------------------------------------------------------------------------
 
-// X += S^T x; where there is a state to come, it takes the place of what has been read. tile: the state's keys, 16 s on in place
-// s % HELD; ready(s) waits until they are there, when those before them have been read.
-template <int HELD = K / 16, class Ready>
-__device__ __forceinline__ void past(Tokens& X, float* tile, const Inputs& rows, int tiles, const float* to_come, Ready ready,
-                                     const Lane& me) {
+// X += S^T x of some windows; where there is a state to come, it takes the place of what has been read. tile: the state's keys,
+// 16 s on in place s % HELD; ready(s) waits until they are there, when those before them have been read.
+template <int HELD = K / 16, int WINDOWS, class Ready>
+__device__ __forceinline__ void past(Tokens (&X)[WINDOWS], float* tile, const Inputs* rows, int tiles, const float* to_come,
+                                     Ready ready, const Lane& me) {
+  constexpr int ALL = WINDOWS * TILES, AHEAD = ALL < 2 ? ALL : 2;  // tiles whose rows are read before they are needed
   Keys8 state[2];
-  unsigned x[TILES][2][KEY_PARTS][2][2];
+  unsigned x[AHEAD][2][KEY_PARTS][2][2];
   const auto read_state = [&](int s) {
 #pragma unroll
     for (int n = 0; n < 2; n++) read_keys(state[n], tile, 2 * (s % HELD) + n, me);
   };
   const auto read_rows = [&](int i, int s) {
+    if (i > 0 && i >= tiles) return;
 #pragma unroll
     for (int type = 0; type < 2; type++) {
 #pragma unroll
-      for (int p = 0; p < KEY_PARTS; p++) load_b(x[i][type][p], &rows[type][p][TILE * i][16 * s], PITCH, me.lane);
+      for (int p = 0; p < KEY_PARTS; p++) {
+        load_b(x[i % AHEAD][type][p], &rows[i / TILES][type][p][i % TILES * TILE][16 * s], PITCH, me.lane);
+      }
     }
   };
   ready(0);
   read_state(0);
 #pragma unroll
-  for (int i = 0; i < TILES; i++) {
-    if (i == 0 || i < tiles) read_rows(i, 0);
-  }
+  for (int i = 0; i < AHEAD; i++) read_rows(i, 0);
 #pragma unroll
   for (int s = 0; s < K / 16; s++) {
     unsigned a[PARTS][4];
@@ -48,17 +50,18 @@ __device__ __forceinline__ void past(Tokens& X, float* tile, const Inputs& rows,
       fetch_state(tile, to_come, s, me);
     }
 #pragma unroll
-    for (int i = 0; i < TILES; i++) {
+    for (int i = 0; i < ALL; i++) {
       if (i == 0 || i < tiles) {
         for_parts<PARTS, KEY_PARTS>([&](int p, int r) {
 #pragma unroll
           for (int type = 0; type < 2; type++) {
 #pragma unroll
-            for (int n = 0; n < 2; n++) mma_m16n8k16(X[type][i][n], a[p], x[i][type][r][n]);
+            for (int n = 0; n < 2; n++) mma_m16n8k16(X[i / TILES][type][i % TILES][n], a[p], x[i % AHEAD][type][r][n]);
           }
         });
-        if (s + 1 < K / 16) read_rows(i, s + 1);
       }
+      if (i + AHEAD < ALL) read_rows(i + AHEAD, s);
+      if (i + AHEAD >= ALL && s + 1 < K / 16) read_rows(i + AHEAD - ALL, s + 1);
     }
   }
 }

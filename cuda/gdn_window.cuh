@@ -31,9 +31,9 @@ struct alignas(16) Step {
   __device__ __forceinline__ void set(int begin, int panel) {
     from = begin, first = tree + from, column = panel;
     own = rows > 1 ? min(ROWS, rows - from) : 0;
-    if (path && from) ring = 0;
+    if (folding() && from) ring = 0;
     held = (ring + TILE - 1) / TILE * TILE;
-    earlier = held + (path ? 0 : from);
+    earlier = held + (folding() ? 0 : from);
     columns = min(Panel, earlier - column);
     at = CHUNK + from % TREE;
     more = from + ROWS < rows;
@@ -41,7 +41,8 @@ struct alignas(16) Step {
   }
   __device__ __forceinline__ int tiles() const { return (own + TILE - 1) / TILE; }
   __device__ __forceinline__ bool opens() const { return own && column == 0; }
-  __device__ __forceinline__ bool folds() const { return own && path && more; }
+  __device__ __forceinline__ bool folding() const { return path && rows > CHUNK; }  // a long chain's windows into the state
+  __device__ __forceinline__ bool folds() const { return own && folding() && more; }
 };
 
 struct Memory {
@@ -109,8 +110,11 @@ __device__ __forceinline__ void gather_ancestors(Memory& m, const Step& w, const
   unsigned* to = m.ancestors[w.window % 2][lane];
   const bool used = w.used >> lane & 1;
   if (w.path) {
-    const unsigned bits = used ? 2 * (1u << lane) - 1 << w.from % 32 : 0;
-    store<4>(to, Pack<unsigned, 4>{{bits, bits, bits, bits}});
+    const int row = w.from % TREE + lane;
+    Pack<unsigned, 4> bits;
+#pragma unroll
+    for (int n = 0; n < 4; n++) bits.v[n] = !used || n > row / 32 ? 0u : n < row / 32 ? ~0u : 2 * (1u << row % 32) - 1;
+    store<4>(to, bits);
   } else {
     cp_async16(to, ancestors + (long long)(w.first + (used ? lane : 0)) * (TREE / 32), used);
   }
@@ -125,7 +129,8 @@ __device__ __forceinline__ int note(Memory& m, Step& w, const int* request, cons
     unsigned& word = m.used[w.head & 3][w.from % TREE / 32];
     word = w.from % 32 ? word | w.used << w.from % 32 : w.used;
   }
-  return w.path ? (lane ? w.from + lane - 1 : -1) : max(up, w.tree - 1) - w.tree;
+  if (w.folding() && lane == 0) return -1;
+  return w.path ? w.from + lane - 1 : max(up, w.tree - 1) - w.tree;
 }
 
 // What a window's decays are made from: log decays and beta of its rows, and of a new head those of its ring.
@@ -166,6 +171,6 @@ struct Gates {
 // e^{G + what is before the tree} of a row of the window
 __device__ __forceinline__ float kept(const Memory& m, const Step& w, int row) {
   const float2 G = m.G[w.head % 2][w.at + row], ring = m.ring_sum[w.head % 2];
-  const bool begun = w.path && w.from;  // the state has what was before
+  const bool begun = w.folding() && w.from;  // the state has what was before
   return kept(G, begun ? float2{} : ring);
 }

@@ -179,7 +179,7 @@ def gdn(
 
 WIDTHS = 16, 32, 64, 128  # of K and V that the kernels are for
 # Where requests have so many rows at most: warps of a block, blocks of a multiprocessor, slices of the state it has room for.
-SMALL = {16: (12, 2, 8), 32: (8, 2, 4)}
+SMALL = {16: (12, 2, 8), 32: (8, 2, 4), 64: (8, 2, 2)}
 SMALL_RING = 32
 WARPS = {128: 12, 64: 8, 32: 8, 16: 8}  # of a block, by its columns of V
 FEW_WARPS = 6  # of narrow blocks with few rows: two fit on a multiprocessor, so that the next launch's can begin early
@@ -229,10 +229,11 @@ def small_rows(k: Array, S: Array, ring: Ring, most: int | None) -> int:
 
 def small_bytes(K: int, rows: int, held: int, front: int = 0) -> int:
     """Bytes of Small in cuda/gdn_small.cuh, where what comes before W and T takes so many."""
-    weights = 8 * rows * (SMALL_RING + rows + 8) + rows // 16 * (2 * 3 * 16 * 24 + 4 * 16 * 16)
+    window, windows = min(32, rows), -(-rows // 32)
+    weights = 8 * window * (SMALL_RING + rows + 8) + window // 16 * (2 * 3 * 16 * 24 + 4 * 16 * 16)
     row = 4 * (4 * K // 16 * K + 3 * CHUNK + 4)
     fixed = 4 * 16 * held * K + 2 * (K + 8) * (3 * rows + SMALL_RING) + max(weights, row, front)
-    return fixed + 8 * (CHUNK + rows + 1) + 8 * rows + 8 + 16
+    return fixed + 8 * (CHUNK + rows + 1) + 4 * rows * (1 + windows) + 8 + 16
 
 
 def _launch(
