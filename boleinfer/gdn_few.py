@@ -13,21 +13,24 @@ from boleinfer.ops.gdn import WIDTHS, small_bytes
 from boleinfer.ops.gdn_inputs import Sizes
 from boleinfer.ring import Ring
 
-# By rows of a request, at most: warps of a block, blocks of a multiprocessor, rows that a warp convolves at once; where
-# there is a multiprocessor for each head, and else.
-BLOCKS = {16: ((16, 1, 4, 8), (12, 2, 2, 8)), 32: ((16, 1, 4, 8), (16, 1, 4, 8))}
+# By rows of a request, at most: warps of a block, blocks of a multiprocessor, slices of the state that a block has room for, rows
+# that a warp convolves at once; where there is a multiprocessor for each head, and else.
+BLOCKS = {16: ((16, 1, 8, 4), (12, 2, 8, 2)), 32: ((16, 1, 8, 4), (16, 1, 8, 4))}
 ROWS = 16  # of a request: few, also where all have more together
+HEADS = 2  # for each multiprocessor, up to which one launch is quicker than three
 RING, TAPS = 32, 4
 
 
 def rows_for(qkvz: Array, taps: Array, ring: Ring, forest: DeviceForest, sizes: Sizes) -> int:
     """Rows of a request that a launch is made for which takes these; 0: there is none."""
-    (_, K, _, V), R = sizes, len(qkvz)
+    (_, K, Hv, V), R = sizes, len(qkvz)
+    if len(forest.chain) * Hv > HEADS * device.multiprocessors():
+        return 0
     if qkvz.itemsize != 2 or K != V or K not in WIDTHS or taps.shape[1] != TAPS or ring.k.shape[1] > RING:
         return 0
-    most = R if forest.most is None else min(forest.most, R)
-    rows = next((rows for rows in BLOCKS if most <= rows), 0)
-    return rows if rows and _shared(K, rows, K // 16) <= device.shared_bytes() else 0
+    most = min(R, forest.most or R)
+    rows = next((rows for rows in BLOCKS if most <= rows and (rows <= ROWS or R <= rows)), 0)
+    return rows if rows and max(_shared(K, rows, *kind[:3]) for kind in BLOCKS[rows]) <= device.shared_bytes() else 0
 
 
 def launch(
@@ -54,17 +57,16 @@ def launch(
     args |= {"S": S, "ring_k": ring.k, "ring_u": ring.u, "ring_g": ring.g, "length": ring.length, "slot": slot}
     args |= {name: getattr(forest, name) for name in ("start", "chain", "parent", "request", "ancestors")}
     args |= {"y": y, "k": k, "u": u, "g": g, "Hk": Hk, "Hv": Hv, "C": ring.k.shape[1], "B": B, "eps": eps}
-    warps, blocks, batch, held = BLOCKS[rows][B * Hv > device.multiprocessors()]
-    held = min(held, K // 16)
+    warps, blocks, held, batch = BLOCKS[rows][B * Hv > device.multiprocessors()]
     args["Ahead"] = max(1, blocks * device.multiprocessors() // Hv)
     constants: dict[str, Any] = {"Act": device.c_type(qkvz), "K": K, "V": V, "W": TAPS, "Rows": rows, "Ring": RING}
-    constants |= {"Warps": warps, "Blocks": blocks, "Batch": batch, "Held": held}
+    constants |= {"Warps": warps, "Blocks": blocks, "Batch": batch, "Held": min(held, K // 16)}
     if R and B:
-        shared = _shared(K, rows, held)
+        shared = _shared(K, rows, warps, blocks, held)
         kernels.launch("gdn_few.cu", "gdn_few", (Hv // Hk, Hk, B), 32 * warps, args, shared=shared, constants=constants)
     return y, k, u, g
 
 
-def _shared(K: int, rows: int, held: int) -> int:
+def _shared(K: int, rows: int, warps: int, blocks: int, held: int) -> int:
     """Bytes of dynamic shared memory: Memory in gdn_few.cu."""
-    return small_bytes(K, rows, held, 12 * K * TAPS + 6 * K * (TAPS - 1 + rows) + 4 * rows * TAPS)
+    return small_bytes(K, rows, warps, blocks, held, 12 * K * TAPS + 6 * K * (TAPS - 1 + rows) + 4 * rows * TAPS)

@@ -9,20 +9,20 @@
 // that Blocks fit on a multiprocessor. shared: sizeof(Memory); small_bytes in ops/gdn.py repeats it.
 // Read twice: a key head's rows and ring keys, by each of its value heads (L2).
 //
+// sizes: Act=bf16 K=128 V=128 Rows=16 Ring=32 Warps=16 Blocks=1 Held=8
 // sizes: Act=bf16 K=128 V=128 Rows=16 Ring=32 Warps=12 Blocks=2 Held=8
-// sizes: Act=bf16 K=128 V=128 Rows=16 Ring=32 Warps=12 Blocks=2 Held=4
 // sizes: Act=bf16 K=128 V=128 Rows=16 Ring=32 Warps=8 Blocks=3 Held=4
-// sizes: Act=bf16 K=128 V=128 Rows=16 Ring=32 Warps=8 Blocks=4 Held=2
-// sizes: Act=bf16 K=128 V=128 Rows=32 Ring=32 Warps=12 Blocks=1 Held=8
+// sizes: Act=bf16 K=128 V=128 Rows=32 Ring=32 Warps=16 Blocks=1 Held=8
 // sizes: Act=bf16 K=128 V=128 Rows=32 Ring=32 Warps=8 Blocks=2 Held=4
+// sizes: Act=bf16 K=128 V=128 Rows=64 Ring=32 Warps=16 Blocks=1 Held=8
 // sizes: Act=bf16 K=128 V=128 Rows=64 Ring=32 Warps=8 Blocks=2 Held=2
-// sizes: Act=bf16 K=64 V=64 Rows=16 Ring=32 Warps=12 Blocks=2 Held=4
+// sizes: Act=bf16 K=64 V=64 Rows=64 Ring=32 Warps=8 Blocks=2 Held=2
 #include "gdn_small.cuh"
 
 struct Nothing {};
 using Memory = Small<Nothing>;
 
-constexpr int COPIES = WEIGHERS == WARPS ? 0 : OWNERS;  // the first warp that copies keys and rows
+constexpr int COPIES = SCORERS ? OWNERS : 0;  // the first warp that copies keys and rows
 
 extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_small(
     const Act* q,               // [R, Hk, K] aligned 16
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_small(
       });
     };
 #pragma unroll
-    for (int w = 0; w < WINDOWS; w++) {
+    for (int w = 0; w < WINDOWS && w * ROWS < tree.rows; w++) {
       const int count = min(ROWS, TILE * tree.tiles - w * ROWS);
       copy(m.x[w][0][0][0], q + (row * Hk + key) * K, w * ROWS, count, Hk * K);
       copy(m.x[w][1][0][0], k + (row * Hk + key) * K, w * ROWS, count, Hk * K);

@@ -8,8 +8,10 @@ constexpr int Vt = V, ROWS = Rows < 32 ? Rows : 32, WIDTH = Ring + Rows + 8;
 #include "gdn_tiles.cuh"
 
 constexpr int STEWARD = WARPS - 1, CARRIER = WARPS - 2;
-constexpr int WEIGHERS = WARPS > OWNERS ? WARPS - OWNERS : WARPS;  // warps that make W and T
+constexpr bool SCORERS = WARPS > OWNERS;  // there are warps that own no columns: W and T are theirs to make
+constexpr int WEIGHERS = SCORERS ? WARPS - OWNERS : WARPS;
 constexpr int SLICES = K / 16, WINDOWS = Rows / ROWS;
+constexpr int BUFFERS = SCORERS ? WINDOWS : 1;  // of W and T, so that the next window's are made beside a solution
 static_assert(WINDOWS <= 2, "rows in use are two words");
 constexpr bool WHOLE = Held == SLICES;  // the state is there at once
 
@@ -23,8 +25,8 @@ struct Small {
   union {
     Front front;
     struct {
-      Weights weights;
-      Inverse T[TILES];
+      Weights weights[BUFFERS];
+      Inverse T[BUFFERS][TILES];
       Square A[TILES];
     };
     RowMemory row;
@@ -227,7 +229,7 @@ __device__ __forceinline__ void add_up(Small<Front>& m, const Tree& tree, int w,
 template <class Front>
 __device__ __forceinline__ void weigh(Small<Front>& m, const Tree& tree, int window, const Lane& me) {
   const int before = window * ROWS, tiles = min(TILES, tree.tiles - window * TILES), triangle = tiles * (tiles + 1) / 2;
-  const Window w = {m.x[window], m.G + CHUNK + before, m.beta + before, m.weights, m.A, m.T};
+  const Window w = {m.x[window], m.G + CHUNK + before, m.beta + before, m.weights[window % BUFFERS], m.A, m.T[window % BUFFERS]};
 #pragma unroll 1
   for (int unit = STEWARD - me.warp; unit < triangle + tiles * (tree.held + before) / TILE; unit += WEIGHERS) {
     const bool inside = unit < triangle;
@@ -256,18 +258,19 @@ template <class Front>
 __device__ __forceinline__ void solve(Small<Front>& m, const Tree& tree, int window, Tokens& X, float (&past_u)[2][4],
                                       const float* ring_u, float* u, const Lane& me) {
   const int before = window * ROWS, tiles = min(TILES, tree.tiles - window * TILES), columns = tree.held + before;
+  const Weights& weights = m.weights[window % BUFFERS];
 #pragma unroll 1
   for (int c = 0; c < columns; c += TILE) {
     unsigned parts[3][4];
     operand(parts, past_u[0], past_u[1]);
     if (c + TILE < columns) read_u(past_u, tree, c + TILE, ring_u, u, me);
-    apply(X, m.weights, parts, 0, 0, tiles, c, me.lane);
+    apply(X, weights, parts, 0, 0, tiles, c, me.lane);
   }
 #pragma unroll
   for (int j = 0; j < TILES; j++) {
     if (j >= tiles) continue;
     float own[2][4];
-    solve_tile(own, X, j, m.T[j], m.beta + before, m.weights, tiles, columns + TILE * j, me);
+    solve_tile(own, X, j, m.T[window % BUFFERS][j], m.beta + before, weights, tiles, columns + TILE * j, me);
 #pragma unroll
     for (int n = 0; n < 2; n++) {
 #pragma unroll
@@ -317,7 +320,7 @@ __device__ __forceinline__ void solve_one(Small<Front>& m, const Tree& tree, con
 template <class Front>
 __device__ __forceinline__ void solve_tree(Small<Front>& m, const Tree& tree, const Head& head, const Slices& slices, float* u,
                                            const Lane& me) {
-  if (WEIGHERS == WARPS || !me.owner) weigh(m, tree, 0, me);
+  if (!SCORERS || !me.owner) weigh(m, tree, 0, me);
   Tokens X[WINDOWS] = {};
   float past_u[2][4];
   if (me.owner) {
@@ -333,13 +336,17 @@ __device__ __forceinline__ void solve_tree(Small<Front>& m, const Tree& tree, co
   }
 #pragma unroll
   for (int w = 0; w < WINDOWS; w++) {
-    if (w > 0 && w * ROWS >= tree.rows) break;
-    if (w > 0) {
+    if (w * ROWS >= tree.rows) break;
+    if (w > 0 && !SCORERS) {
       __syncthreads();
-      if (WEIGHERS == WARPS || !me.owner) weigh(m, tree, w, me);
-      if (me.owner) read_u(past_u, tree, 0, head.ring_u, u, me);
+      weigh(m, tree, w, me);
     }
     __syncthreads();
-    if (me.owner) solve(m, tree, w, X[w], past_u, head.ring_u, u, me);
+    if (me.owner) {
+      if (w > 0) read_u(past_u, tree, 0, head.ring_u, u, me);
+      solve(m, tree, w, X[w], past_u, head.ring_u, u, me);
+    } else if (w + 1 < WINDOWS && (w + 1) * ROWS < tree.rows) {
+      weigh(m, tree, w + 1, me);
+    }
   }
 }

@@ -178,8 +178,9 @@ def gdn(
 # ---- the GPU ---------------------------------------------------------------------------------------------------------
 
 WIDTHS = 16, 32, 64, 128  # of K and V that the kernels are for
-# Where requests have so many rows at most: warps of a block, blocks of a multiprocessor, slices of the state it has room for.
-SMALL = {16: (12, 2, 8), 32: (8, 2, 4), 64: (8, 2, 2)}
+# Where requests have so many rows at most: warps of a block, blocks of a multiprocessor, slices of the state that a block has room
+# for; where there is a multiprocessor for each head, and else.
+SMALL = {16: ((16, 1, 8), (12, 2, 8)), 32: ((16, 1, 8), (8, 2, 4)), 64: ((16, 1, 8), (8, 2, 2))}
 SMALL_RING = 32
 WARPS = {128: 12, 64: 8, 32: 8, 16: 8}  # of a block, by its columns of V
 FEW_WARPS = 6  # of narrow blocks with few rows: two fit on a multiprocessor, so that the next launch's can begin early
@@ -224,15 +225,17 @@ def small_rows(k: Array, S: Array, ring: Ring, most: int | None) -> int:
     (K, V), R = S.shape[2:], len(k)
     if k.itemsize != 2 or K != V or K not in WIDTHS or ring.k.shape[1] > SMALL_RING:
         return 0
-    return next((rows for rows in SMALL if min(R, most or R) <= rows), 0)
+    rows = next((rows for rows in SMALL if min(R, most or R) <= rows), 0)
+    return rows if rows and max(small_bytes(K, rows, *kind) for kind in SMALL[rows]) <= device.shared_bytes() else 0
 
 
-def small_bytes(K: int, rows: int, held: int, front: int = 0) -> int:
-    """Bytes of Small in cuda/gdn_small.cuh, where what comes before W and T takes so many."""
+def small_bytes(K: int, rows: int, warps: int, blocks: int, held: int, front: int = 0) -> int:
+    """Bytes of Small in cuda/gdn_small.cuh for a kind of block; front: of what comes before W and T."""
     window, windows = min(32, rows), -(-rows // 32)
-    weights = 8 * window * (SMALL_RING + rows + 8) + window // 16 * (2 * 3 * 16 * 24 + 4 * 16 * 16)
+    buffers = windows if 16 * warps > K else 1
+    weights = buffers * (8 * window * (SMALL_RING + rows + 8) + window // 16 * 6 * 16 * 24) + window // 16 * 4 * 16 * 16
     row = 4 * (4 * K // 16 * K + 3 * CHUNK + 4)
-    fixed = 4 * 16 * held * K + 2 * (K + 8) * (3 * rows + SMALL_RING) + max(weights, row, front)
+    fixed = 4 * 16 * min(held, K // 16) * K + 2 * (K + 8) * (3 * rows + SMALL_RING) + max(weights, row, front)
     return fixed + 8 * (CHUNK + rows + 1) + 4 * rows * (1 + windows) + 8 + 16
 
 
@@ -245,13 +248,12 @@ def _launch(
     args |= {"ring_k": ring.k, "ring_u": ring.u, "ring_g": ring.g, "length": ring.length, "C": C, "B": B}
     args |= {name: getattr(forest, name) for name in ("start", "chain", "parent", "request", "ancestors")}
     if rows := small_rows(k, S, ring, forest.most):
-        warps, blocks, held = SMALL[rows]
-        held = min(held, K // 16)
+        warps, blocks, held = kind = SMALL[rows][B * Hv > device.multiprocessors()]
         constants: dict[str, Any] = {"Act": "bf16", "K": K, "V": K, "Rows": rows, "Ring": SMALL_RING, "Warps": warps}
-        constants |= {"Blocks": blocks, "Held": held}
+        constants |= {"Blocks": blocks, "Held": min(held, K // 16)}
         args["Ahead"] = max(1, blocks * device.multiprocessors() // Hv)
         file, name, grid, block = "gdn_small.cu", "gdn_small", (Hv // Hk, Hk, B), 32 * warps
-        shared = small_bytes(K, rows, held)
+        shared = small_bytes(K, rows, *kind)
     else:
         file, name = "gdn.cu", "gdn"
         constants, grid, block = _tiles(k, S, ring, B)
