@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from boleinfer import device, gdn_few, kernels
@@ -34,10 +36,10 @@ def gdn_core(
 
     norm: [V], the gain of the gated norm; all else as in gdn_inputs and gdn. The memory is not written.
     On the GPU a forest of `single` rows, or of few rows a request, is one launch, with the bits of the three."""
-    if isinstance(forest, DeviceForest) and forest.single:
-        return _launch(qkvz, ba, taps, A_log, dt_bias, norm, eps, window, S, ring, slot, forest, sizes)
-    if isinstance(forest, DeviceForest) and (rows := gdn_few.rows_for(qkvz, taps, ring, forest, sizes)):
-        return gdn_few.launch(rows, qkvz, ba, taps, A_log, dt_bias, norm, eps, window, S, ring, slot, forest, sizes)
+    if isinstance(forest, DeviceForest):
+        few = 0 if forest.single else gdn_few.rows_for(qkvz, taps, ring, forest, sizes)
+        if forest.single or few:
+            return _launch(few, qkvz, ba, taps, A_log, dt_bias, norm, eps, window, S, ring, slot, forest, sizes)
     Hk, K, Hv, V = sizes
     z = qkvz[:, 2 * Hk * K + Hv * V :].reshape(-1, Hv, V)
     q, k, v, g, beta = gdn_inputs(qkvz, ba, taps, A_log, dt_bias, window, slot, forest, sizes)
@@ -52,6 +54,7 @@ BLOCKS = 2  # of a multiprocessor
 
 
 def _launch(
+    few: int,
     qkvz: Array,
     ba: Array,
     taps: Array,
@@ -66,6 +69,7 @@ def _launch(
     forest: DeviceForest,
     sizes: Sizes,
 ) -> tuple[Array, Array, Array, Array]:
+    """few: rows of a request as gdn_few found them, 0 where each has one at most."""
     (Hk, K, Hv, V), R, B, C = sizes, len(qkvz), len(slot), ring.k.shape[1]
     if K not in WIDTHS or V not in WIDTHS or C > CHUNK:
         raise KernelError(f"gdn: K={K}, V={V}, a ring of {C}; the GPU takes K, V in {WIDTHS} and rings up to {CHUNK}")
@@ -74,17 +78,21 @@ def _launch(
     args = {"qkvz": qkvz, "ba": ba, "taps": taps, "A_log": A_log, "dt_bias": dt_bias, "norm": norm, "window": window}
     args |= {"S": S, "ring_k": ring.k, "ring_u": ring.u, "ring_g": ring.g, "length": ring.length, "slot": slot}
     args |= {"start": forest.start, "y": y, "k": k, "u": u, "g": g, "Hk": Hk, "Hv": Hv, "C": C, "B": B, "eps": eps}
-    warps, W = 8 if V >= 64 else 4, taps.shape[1]
+    if R and B:
+        gdn_few.launch(few, args, forest, sizes) if few else _launch_single(args, taps.shape[1], sizes)
+    return y, k, u, g
+
+
+def _launch_single(args: dict[str, Any], W: int, sizes: Sizes) -> None:
+    """For requests with one row at most, whose arguments gdn_token.cu and gdn_tokens.cu share."""
+    (Hk, K, Hv, V), qkvz = sizes, args["qkvz"]
+    warps, together = 8 if V >= 64 else 4, BLOCKS * device.multiprocessors()
     constants = {"Act": device.c_type(qkvz), "K": K, "V": V, "W": W, "Warps": warps}
-    if not R or not B:
-        return y, k, u, g
-    together = BLOCKS * device.multiprocessors()
-    if B * Hv > together and kernels.runs_here(MANY):
+    if args["B"] * Hv > together and kernels.runs_here(MANY):
         shared = _shared(qkvz.itemsize, K, V, W, warps)
         kernels.launch(MANY, "gdn_tokens", together, 32 * (warps + 1), args, shared=shared, constants=constants)
     else:
-        kernels.launch(FEW, "gdn_token", (Hv // Hk, Hk, B), 32 * warps, args, constants=constants)
-    return y, k, u, g
+        kernels.launch(FEW, "gdn_token", (Hv // Hk, Hk, args["B"]), 32 * warps, args, constants=constants)
 
 
 def _shared(itemsize: int, K: int, V: int, W: int, warps: int) -> int:

@@ -120,13 +120,15 @@ def tree_of(rng, n):
         ([9, 1, 0, 16, 2], (1, 16, 3, 16), 5),
         ([3, 12], (2, 64, 4, 64), 32),
         ([16, 1], (2, 128, 4, 128), 32),
-        ([17, 1, 30], (1, 32, 2, 32), 20),
-        ([32, 5], (1, 128, 1, 128), 32),
+        ([17, 1, 6], (1, 32, 2, 32), 20),
+        ([27, 5], (1, 128, 1, 128), 32),
+        ([32], (1, 32, 2, 32), 32),
     ],
 )
 @pytest.mark.parametrize("hard", [False, True])
 def test_few_rows_are_one_launch_with_the_bits_of_three(gpu, monkeypatch, rows, sizes, C, hard):
     rng = np.random.default_rng(sum(rows) + C)
+    monkeypatch.setattr(gdn_few, "HEADS", 1000)
     for chains in (False, True):
         trees = [some.chain(n) if chains else tree_of(rng, n) for n in rows]
         envelope = Envelope(rng, trees, holes=max(rows) not in gdn_few.BLOCKS)

@@ -178,8 +178,8 @@ def gdn(
 # ---- the GPU ---------------------------------------------------------------------------------------------------------
 
 WIDTHS = 16, 32, 64, 128  # of K and V that the kernels are for
-# Where requests have so many rows at most: warps of a block, blocks of a multiprocessor, slices of the state that a block has room
-# for; where there is a multiprocessor for each head, and else.
+# Where requests have so many rows at most: warps of a block, blocks of a multiprocessor, slices of the state that a
+# block has room for; where there is a multiprocessor for each head, and else.
 SMALL = {16: ((16, 1, 8), (12, 2, 8)), 32: ((16, 1, 8), (8, 2, 4)), 64: ((16, 1, 8), (8, 2, 2))}
 SMALL_RING = 32
 WARPS = {128: 12, 64: 8, 32: 8, 16: 8}  # of a block, by its columns of V
@@ -221,7 +221,9 @@ def _shared(constants: dict[str, Any], C: int) -> int:
 
 
 def small_rows(k: Array, S: Array, ring: Ring, most: int | None) -> int:
-    """Rows of a request that cuda/gdn_small.cuh is compiled for which takes requests of `most` rows, if that is known; 0: none."""
+    """Rows of a request that a launch of gdn_small.cu is made for which takes these; 0: there is none.
+
+    most: rows of a request, at most, where it is known"""
     (K, V), R = S.shape[2:], len(k)
     if k.itemsize != 2 or K != V or K not in WIDTHS or ring.k.shape[1] > SMALL_RING:
         return 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -305,6 +307,34 @@ def test_the_width_of_a_tile_changes_no_bit(gpu, act, monkeypatch):
         out = gdn(*rows, memory.S, memory.ring, memory.device_slot, envelope.upload())
         results.append([device.download(x).tobytes() for x in out])
     assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+@pytest.mark.parametrize(
+    "trees,sizes",
+    [
+        ([some.chain(9), [-1], [], some.binary(16), [-1, -1]], (1, 3, 16, 16)),
+        ([some.binary(12), some.chain(3)], (2, 4, 64, 64)),
+        ([some.binary(16), some.chain(16)], (1, 1, 128, 128)),
+        ([some.binary(17), [-1], some.chain(32)], (1, 2, 32, 32)),
+        ([some.binary(50), some.chain(60), some.chain(3), [-1], some.binary(33)], (1, 2, 16, 16)),
+        ([some.binary(64), some.binary(17)], (1, 1, 128, 128)),
+    ],
+)
+def test_small_trees_have_the_bits_of_large_ones(gpu, monkeypatch, trees, sizes, kind):
+    rng = np.random.default_rng(len(trees[0]))
+    memory = Memory(rng, "bf16", len(trees), 32, *sizes)
+    for _ in range(2):
+        memory.step(rng, Envelope(rng, [some.chain(9) for _ in trees]))
+    envelope = Envelope(rng, trees, holes=False)
+    rows = [envelope.rows(x) for x in memory.rows(rng, len(envelope.forest), hard=True)]
+    begin_pass()
+    forest, found = replace(envelope.upload(), most=max(map(len, trees))), []
+    for small in ({rows: (kinds[kind],) * 2 for rows, kinds in ops.SMALL.items()}, {}):
+        monkeypatch.setattr(ops, "SMALL", small)
+        out = gdn(*rows, memory.S, memory.ring, memory.device_slot, forest)
+        found.append([device.download(x).tobytes() for x in out])
+    assert found[0] == found[1]
 
 
 def test_what_the_kernels_do_not_take_is_refused(gpu):
