@@ -87,7 +87,7 @@ def _launch_single(args: dict[str, Any], W: int, sizes: Sizes) -> None:
     """For requests with one row at most, whose arguments gdn_token.cu and gdn_tokens.cu share."""
     (Hk, K, Hv, V), qkvz = sizes, args["qkvz"]
     warps, together = 8 if V >= 64 else 4, BLOCKS * device.multiprocessors()
-    constants = {"Act": device.c_type(qkvz), "K": K, "V": V, "W": W, "Warps": warps}
+    constants: dict[str, Any] = {"Act": device.c_type(qkvz), "K": K, "V": V, "W": W, "Warps": warps}
     if args["B"] * Hv > together and kernels.runs_here(MANY):
         shared = _shared(qkvz.itemsize, K, V, W, warps)
         kernels.launch(MANY, "gdn_tokens", together, 32 * (warps + 1), args, shared=shared, constants=constants)

@@ -239,6 +239,7 @@ def test_small_trees_take_one_launch_in_a_gated_deltanet_layer(tmp_path, gpu, mo
     """And have the tokens of steps that take three."""
     folder, found = plausible_checkpoint(tmp_path, "qwen3_5"), []
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    monkeypatch.setattr(gdn_few, "HEADS", 1000)
     for blocks in (gdn_few.BLOCKS, {}):
         monkeypatch.setattr(gdn_few, "BLOCKS", blocks)
         with timing.recorded() as launches:

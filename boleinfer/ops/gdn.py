@@ -249,6 +249,7 @@ def _launch(
     args = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "S": S, "slot": slot, "o": o, "u": u, "Hk": Hk, "Hv": Hv}
     args |= {"ring_k": ring.k, "ring_u": ring.u, "ring_g": ring.g, "length": ring.length, "C": C, "B": B}
     args |= {name: getattr(forest, name) for name in ("start", "chain", "parent", "request", "ancestors")}
+    grid: int | tuple[int, int, int]
     if rows := small_rows(k, S, ring, forest.most):
         warps, blocks, held = kind = SMALL[rows][B * Hv > device.multiprocessors()]
         constants: dict[str, Any] = {"Act": "bf16", "K": K, "V": K, "Rows": rows, "Ring": SMALL_RING, "Warps": warps}
