@@ -236,7 +236,7 @@ def small_bytes(K: int, rows: int, warps: int, blocks: int, held: int, front: in
     window, windows = min(32, rows), -(-rows // 32)
     buffers = windows if 16 * warps > K else 1
     weights = buffers * (8 * window * (SMALL_RING + rows + 8) + window // 16 * 6 * 16 * 24) + window // 16 * 4 * 16 * 16
-    row = 4 * (4 * K // 16 * K + 3 * CHUNK + 4)
+    row = 4 * (K * min(4 * K, 1 << (32 * warps).bit_length() - 1) // 16 + 3 * CHUNK + 4)
     fixed = 4 * 16 * min(held, K // 16) * K + 2 * (K + 8) * (3 * rows + SMALL_RING) + max(weights, row, front)
     return fixed + 8 * (CHUNK + rows + 1) + 4 * rows * (1 + windows) + 8 + 16
 
