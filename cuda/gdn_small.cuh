@@ -230,8 +230,12 @@ template <class Front>
 __device__ __forceinline__ void weigh(Small<Front>& m, const Tree& tree, int window, const Lane& me) {
   const int before = window * ROWS, tiles = min(TILES, tree.tiles - window * TILES), triangle = tiles * (tiles + 1) / 2;
   const Window w = {m.x[window], m.G + CHUNK + before, m.beta + before, m.weights[window % BUFFERS], m.A, m.T[window % BUFFERS]};
+  const int count = triangle + tiles * (tree.held + before) / TILE;
+  // Who has a diagonal is the last to have another one.
 #pragma unroll 1
-  for (int unit = STEWARD - me.warp; unit < triangle + tiles * (tree.held + before) / TILE; unit += WEIGHERS) {
+  for (int i = me.warp - (WARPS - WEIGHERS); i < max(count, WEIGHERS); i += WEIGHERS) {
+    const int unit = i < WEIGHERS ? WEIGHERS - 1 - i : i;
+    if (unit >= count) continue;
     const bool inside = unit < triangle;
     const int other = unit - triangle;
     const int row = !inside ? other % tiles : unit < tiles ? unit : 1;
