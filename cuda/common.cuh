@@ -196,4 +196,16 @@ __device__ __forceinline__ float block_max(float x) { return block_reduce<Max>(x
 // ---- activations ----------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }  // 0 where e^-x overflows
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }        // -0 where e^-x overflows
+
+// x / (1 + e^-x) by the quick units, within 1e-6 and without a branch, which a quotient takes where e^-x passes 2^126;
+// -0 there.
+__device__ __forceinline__ float silu(float x) {
+#ifdef EMULATED
+  return x / (1.0f + expf(-x));
+#else
+  float e, share;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * -1.4426950408889634f));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(share) : "f"(1.0f + e));
+  return x * share;
+#endif
+}

@@ -11,7 +11,7 @@ __device__ __forceinline__ void gate_of(float (&gate)[EACH][N], const Pack<float
 #pragma unroll
   for (int e = 0; e < EACH; e++) {
 #pragma unroll
-    for (int i = 0; i < N; i++) gate[e][i] = w[e].v[i] * quick_silu(to_float(z[e].v[i]));
+    for (int i = 0; i < N; i++) gate[e][i] = w[e].v[i] * silu(to_float(z[e].v[i]));
   }
 }
 

@@ -24,7 +24,7 @@ __device__ __forceinline__ void convolve(float (&y)[Share<WIDTH, N>::EACH][N],
       for (int i = 0; i < N; i++) y[e][i] = fmaf(of.v[i], taps.v[i * W + j], y[e][i]);
     }
 #pragma unroll
-    for (int i = 0; i < N; i++) y[e][i] = quick_silu(y[e][i]);
+    for (int i = 0; i < N; i++) y[e][i] = silu(y[e][i]);
   });
 }
 

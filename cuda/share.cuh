@@ -29,18 +29,6 @@ __device__ __forceinline__ void write(T* p, const Pack<T, N>& pack) {
   }
 }
 
-// silu by the quick units, within 1e-6 and without a branch; 0 where e^-x passes 2^126.
-__device__ __forceinline__ float quick_silu(float x) {
-#ifdef EMULATED
-  return silu(x);
-#else
-  float e, share;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * -1.4426950408889634f));
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(share) : "f"(1.0f + e));
-  return x * share;
-#endif
-}
-
 // Lanes for a head: a power of two.
 __device__ constexpr int lanes_of(int width) {
   int lanes = 1;
