@@ -18,30 +18,33 @@ LONG_FROM = 384 * 1024  # bytes that a block reads from which it has a LONG one
 MOST_DEPTH = 24  # places of a ring
 MOST_PROCESSORS = 144  # of a GPU of this architecture
 FOURS = 120  # blocks in clusters of four that an H200 runs at once
+MOST_FEATURES, MOST_OWN = 192, 96  # rows of w of a tile; of a warpgroup, whose registers hold two sums of them
+LEAST, LEAST_FP8 = 32, 64  # rows of w whose chunks come no slower than they can be multiplied
 QUICKEST = 1.2  # how much faster a multiprocessor reads than at its share of the bandwidth, when others are idle
+INTAKE = 1.6  # how much faster it takes in w and x together, most of which come from L2
 # What else costs time, in bytes of w that a multiprocessor could read meanwhile at its share
-OF_X, OF_SUMS = 0.45, 0.6  # a byte of x, and one of a part's sums, written or read
+OF_SUMS = 0.6  # a byte of a part's sums, written or read
 TO_END, TO_JOIN, TO_MEET = 25_000, 50_000, 10_000  # a tile's end, joining parts, each more block of a cluster
-MEET_FROM = 64  # rows of x from which blocks form clusters: 32 rows took 0.5 to 1.3 us longer with them
+MEET_FROM = 32  # rows of x from which blocks form clusters
 
 
 class Cut(NamedTuple):
     """How a product is cut.
 
-    groups:  warpgroups of a tile
-    whole:   tiles with all of k
-    parts:   into how many parts k of the others is cut
-    cluster: blocks that read x for one another; their tiles have the same k
+    features: rows of w in a tile
+    whole:    tiles with all of k
+    parts:    into how many parts k of the others is cut
+    cluster:  blocks that read x for one another; their tiles have the same k
     """
 
-    groups: int
+    features: int
     whole: int
     parts: int
     cluster: int = 1
 
     def tiles(self, *widths: int) -> int:
         """Of matrices of so many rows each; the last ones of a cluster may be empty."""
-        tiles = sum(-(-width // (64 * self.groups)) for width in widths)
+        tiles = sum(-(-width // self.features) for width in widths)
         return -(-tiles // self.cluster) * self.cluster
 
     def kept(self) -> int:
@@ -49,43 +52,58 @@ class Cut(NamedTuple):
         return RANGES - RANGES // self.parts + 1
 
     def sum_bytes(self, rows: int) -> int:
-        """Of one of these."""
-        return 4 * 64 * self.groups * rows
+        """Of one of these, of so many rows of x."""
+        return 4 * self.features * rows
+
+    def groups(self, rows: int) -> int:
+        """Warpgroups that share the features."""
+        return 1 if rows > 64 or self.features <= MOST_OWN else 2
 
     def ranks(self, rows: int) -> int:
-        """How many parts share the joining, eight rows at least each."""
-        return min(self.parts, rows // 8)
+        """How many parts share the joining, eight features at least each."""
+        return min(self.parts, self.features // self.groups(rows) // 8)
 
 
 @functools.cache
-def cut(widths: tuple[int, ...], row_bytes: int, rows: int, processors: int, together: int) -> Cut:
+def cut(
+    widths: tuple[int, ...],
+    row_bytes: int,
+    rows: int,
+    processors: int,
+    together: int,
+    halves: int = 1,
+    least: int = LEAST,
+) -> Cut:
     """The cut that should take the least time; the bits of the results do not depend on it.
 
-    widths: rows of the matrices; row_bytes: of such a row; rows: of x in a tile; together: blocks that run at once
+    widths: rows of the matrices; row_bytes: of such a row; rows: of x in a tile; together: blocks that run at once;
+    halves: rows of w of each feature; least: rows of w that take no longer than fewer
     Blocks take full rounds of tiles with all of k; k of the tiles left is cut so that each block has one piece more.
     """
 
     def cost(c: Cut) -> float:
         """Bytes that a multiprocessor could read meanwhile at its share of the bandwidth."""
-        w, x = 64 * c.groups * row_bytes, OF_X * rows / c.cluster * row_bytes
+        w = max(c.features, least) * row_bytes
+        taken = (w + rows * row_bytes / c.cluster) / INTAKE
         rounds, left = divmod(c.tiles(*widths), processors)
-        at_the_end = max(w * left / processors, w / c.parts / QUICKEST) + x / c.parts if left else 0
+        at_the_end = max(w * left / processors, w / c.parts / QUICKEST, taken / c.parts) if left else 0
         read_and_written = (c.kept() / c.ranks(rows) + RANGES / c.parts) * c.sum_bytes(rows)
         join = TO_JOIN + OF_SUMS * read_and_written if c.parts > 1 else 0
         ends = TO_END * (rounds + (left > 0))
-        return rounds * (w + x) + at_the_end + ends + join + TO_MEET * (c.cluster - 1)
+        return rounds * max(w, taken) + at_the_end + ends + join + TO_MEET * (c.cluster - 1)
 
-    candidates = []
-    for groups, cluster in itertools.product((3, 2, 1), (1, 2, 4)):
-        tiles = Cut(groups, 0, 1, cluster).tiles(*widths)
+    step, candidates = 8 * halves, []
+    even = [n for n in range(step, MOST_FEATURES + 1, step) if n <= MOST_OWN or n % (2 * step) == 0]
+    for features, cluster in itertools.product(reversed(even), (1, 2, 4)):
+        tiles = Cut(features, 0, 1, cluster).tiles(*widths)
         left = tiles % processors
         if cluster > 1 and (together < processors or processors % cluster or rows < MEET_FROM):
             continue
         if cluster < 4 or tiles <= FOURS:
-            candidates.append(Cut(groups, tiles, 1, cluster))
+            candidates.append(Cut(features, tiles, 1, cluster))
         if left and cluster < 4 and row_bytes >= 128 * RANGES:
-            even = [parts for parts in (2, 4, 8) if parts * left <= processors]  # each has as many ranges
-            candidates += [Cut(groups, tiles - left, parts, cluster) for parts in even]
+            each = [parts for parts in (2, 4, 8) if parts * left <= processors]  # has as many ranges
+            candidates += [Cut(features, tiles - left, parts, cluster) for parts in each]
     return min(candidates, key=cost)
 
 
@@ -114,19 +132,21 @@ def product(
     most = 64 if fp8 else 128
     rows = next(n for n in (8, 16, 32, 64, 128) if n >= min(R, most))
     row_tiles = -(-R // rows)
-    c = cut(widths, row_bytes, rows, processors, device.blocks_together())
+    c = cut(widths, row_bytes, rows, processors, device.blocks_together(), halves, LEAST_FP8 if fp8 else LEAST)
     if row_tiles > 1:
-        c = Cut(c.groups, Cut(c.groups, 0, 1).tiles(*widths), 1)
+        c = Cut(c.features, Cut(c.features, 0, 1).tiles(*widths), 1)
     cut_tiles = c.tiles(*widths) - c.whole
     units = row_tiles * (c.whole + cut_tiles * c.parts)
-    place = 8192 * c.groups + 128 * rows * (1 + fp8)
+    x_rows = rows * (1 + fp8)
+    place = 128 * (c.features + x_rows)
     each = -(-row_tiles * c.whole // processors) * chunks + -(-chunks // c.parts)  # chunks of a block, about
     ring = LONG if each * place >= LONG_FROM else SHORT
     depth = max(2, min(ring // place, each, MOST_DEPTH))
+    warpgroups = c.groups(rows) * -(-rows // 64)
     sums, tickets = None, None
     if c.parts > 1:
-        sums = device.empty(row_tiles * cut_tiles * c.kept() * c.sum_bytes(rows) // 4, np.float32)
-        tickets = device.counters(row_tiles * cut_tiles * 4 * c.groups)
+        sums = device.empty(row_tiles * cut_tiles * c.kept() * c.sum_bytes(max(64, rows)) // 4, np.float32)
+        tickets = device.counters(row_tiles * cut_tiles * 4 * warpgroups)
     in_turn = w.reshape(halves, len(w) // halves, -1).swapaxes(0, 1)  # [width, halves, Din]: rows of gate and of up
     arrays = {"x": x, "w": in_turn, "w_more": None if w_more is None else w_more[:, None], "scale": scale}
     arrays |= {"sums": sums, "tickets": tickets, "use": use, "allowed": allowed, "largest": largest, "inverse": inverse}
@@ -135,14 +155,14 @@ def product(
     sizes |= {"More": 0 if w_more is None else len(w_more), "Whole": c.whole, "Parts": c.parts, "Cluster": c.cluster}
     sizes |= {"Ranks": c.ranks(rows) if device.blocks_together() >= processors else 1, "Depth": depth}
     sizes |= {"Sums": 0 if sums is None else sums.size, "Tickets": 0 if tickets is None else tickets.size}
-    tile: dict[str, int | str] = {"Rows": rows, "Groups": c.groups, "Gated": int(gated)}
+    tile: dict[str, int | str] = {"Rows": rows, "Features": c.features, "Groups": c.groups(rows), "Gated": int(gated)}
     kernels.launch(
         FILE,
         "linear_hopper",
         min(processors, units),
-        128 * (c.groups + 1),
+        128 * (warpgroups + 1),
         {**arrays, "out": out, "more": more, **sizes},
-        shared=1024 + depth * place,
+        shared=1024 + depth * place + max(0, 128 * (x_rows - rows + 64) - place),
         cluster=c.cluster,
         constants={"Wt": device.c_type(w), "Out": device.c_type(out), **tile},
     )
@@ -150,5 +170,6 @@ def product(
 
 def most_sums(R: int, widest: int) -> int:
     """Float32 numbers that a product keeps beside its result, at most, for R rows or fewer of so many features."""
-    rows = min(128, 1 << max(3, (R - 1).bit_length()))
-    return min(2 * RANGES * (widest + 192), MOST_PROCESSORS // 2 * Cut(3, 0, 2).kept() * 192) * rows
+    rows = min(128, 1 << max(6, (R - 1).bit_length()))
+    in_parts = MOST_PROCESSORS // 2 * Cut(MOST_FEATURES, 0, 2).kept() * MOST_FEATURES
+    return min(2 * RANGES * (widest + MOST_FEATURES), in_parts) * rows

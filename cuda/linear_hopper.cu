@@ -5,24 +5,25 @@
 //
 // Sums are made in the order of ranges.cuh. FP8 blocks of 128 k are summed on their own, then scaled and added up.
 //
-// A tile of out is Rows rows and 64 rows of w for each of Groups warpgroups; for Gated those are rows of gate and of up in
-// turn. The tiles of w_more come behind those of w. The first Whole tiles of features are a unit each; the ranges of the
-// others are shared by Parts units. Of the warps that own the same features those Ranks that end last wait for one another
-// and join the sums of some rows each. Blocks of a cluster have the same k at the same time: each reads its share of the
-// rows of x for all of them. Its last tiles may lie behind the matrices, where zeros are read and nothing is written.
+// A tile of out is Rows rows and what `Features` rows of w give; for Gated those are rows of gate and of up in turn. The tiles
+// of w_more come behind those of w. Products have 64 rows of x, of which those behind the tile's are whatever lies there and
+// are left alone, and a warpgroup's rows of w, any multiple of eight: so tiles are as wide as gives each block one, and the
+// numbers of a lane are neighbours in out. The first Whole tiles are a unit each; the ranges of the others are shared by Parts
+// units. Of the warps that own the same results those Ranks that end last wait for one another and join the sums of some
+// features each. Blocks of a cluster have the same k at the same time: each reads its share of the rows of x for all of them.
+// Its last tiles may lie behind the matrices, where zeros are read and nothing is written.
 //
 // Weights pass through L2 as what goes first, so that the codes and small arrays of all other kernels stay there: 0.8B's
 // step took 4 % longer without (H200, 2026-11-30).
 //
-// grid: one block a multiprocessor, at most; a block takes every gridDim.x-th unit. block: a warpgroup for 64 rows of w
-// each, and one that asks, the first thread of a warp for tiles of w and that of the next for x. Depth places of a ring
-// hold a chunk of w and x; it is filled with w before x is there.
-// shared: 1 KB + Depth * (8 KB * Groups + 128 bytes * Rows, twice for FP8); 640 bytes a warp. Read twice:
-// x, by every cluster (L2), w by every tile of rows.
+// grid: one block a multiprocessor, at most; a block takes every gridDim.x-th unit. block: Groups warpgroups that share the
+// features, for each 64 rows of x, and one that asks, the first thread of a warp for tiles of w and that of the next for x.
+// Depth places of a ring hold a chunk of w and x; it is filled with w before x is there.
+// shared: 1 KB + Depth * 128 bytes * (Features + Rows, twice for FP8) + what 64 rows of x are more than the last place has.
+// Read twice: x, by every cluster (L2), w by every tile of rows.
 //
 // arch: 90a
-// spills: at 128 rows, once a tile, outside the loops: sums take nearly all registers
-// sizes: Wt=bf16 Out=bf16 Rows=8,64 Groups=3 Gated=0 | Wt=bf16 Out=float Rows=16,128 Groups=3 Gated=0 | Wt=bf16 Out=bf16 Rows=8,32,128 Groups=3 Gated=1 | Wt=fp8 Out=bf16 Rows=8,64 Groups=3 Gated=0 | Wt=fp8 Out=bf16 Rows=8,64 Groups=3 Gated=1
+// sizes: Wt=bf16 Out=bf16 Rows=8,64 Features=32 Groups=1 Gated=0 | Wt=bf16 Out=bf16 Rows=32 Features=80,96 Groups=1 Gated=0 | Wt=bf16 Out=bf16 Rows=128 Features=96,128 Groups=1 Gated=0 | Wt=bf16 Out=float Rows=16 Features=192 Groups=2 Gated=0 | Wt=bf16 Out=float Rows=128 Features=192 Groups=1 Gated=0 | Wt=bf16 Out=bf16 Rows=16,64 Features=192 Groups=2 Gated=1 | Wt=bf16 Out=bf16 Rows=128 Features=192 Groups=1 Gated=1 | Wt=fp8 Out=bf16 Rows=16,64 Features=192 Groups=2 Gated=0 | Wt=fp8 Out=bf16 Rows=64 Features=192 Groups=2 Gated=1
 #include "arrival.cuh"
 #include "largest.cuh"
 #include "ranges.cuh"
@@ -32,16 +33,21 @@
 constexpr int ROW_BYTES = 128, SLAB = 64 * ROW_BYTES;  // of a tile in shared memory; of 64 rows
 constexpr int K = ROW_BYTES / sizeof(Wt), X_TILES = K / 64;  // k of a chunk; tiles of x in it
 constexpr int SCALED = 128;                                  // features, and k, of one FP8 scale
-constexpr int WARPS = 4 * Groups, HALVES = 1 + Gated;         // WARPS: that multiply
-constexpr int RESULTS = 64 * Groups / HALVES;                // features of out in a tile
-constexpr int X_TILE = Rows * ROW_BYTES, X_BYTES = X_TILES * X_TILE, W_BYTES = Groups * SLAB;
+constexpr int BLOCKS = (Rows + 63) / 64;                     // of 64 rows of x
+constexpr int WARPS = 4 * BLOCKS * Groups;                   // that multiply
+constexpr int HALVES = 1 + Gated, RESULTS = Features / HALVES;  // RESULTS: features of out in a tile
+constexpr int OWN = Features / Groups;                          // rows of w of a warpgroup
+constexpr int X_TILE = Rows * ROW_BYTES, X_BYTES = X_TILES * X_TILE, W_BYTES = Features * ROW_BYTES;
 constexpr int PLACE = X_BYTES + W_BYTES;
-constexpr int SUMS = Rows / 2, QUADS = SUMS / 4;  // of a lane; fours of them, for eight rows each
-constexpr int TOGETHER = QUADS < 4 ? QUADS : 4;   // of these, joined at a time
-constexpr int MOST = 24;                          // places of a ring
+constexpr int SUMS = OWN / 2, QUADS = OWN / 8;   // of a lane; fours of them, for eight rows of w each
+constexpr int TOGETHER = QUADS < 4 ? QUADS : 4;  // of these, joined at a time
+constexpr int MOST = 24;                         // places of a ring
+static_assert(OWN % (8 * HALVES) == 0, "a lane's gates and ups are of pairs of features");
 
-// Whether warps that multiply need registers of those that ask, and whether two blocks fit on a multiprocessor.
-constexpr bool HUNGRY = Groups == 3 && Rows * 2 / sizeof(Wt) > 64, TWO_FIT = Rows * 2 / sizeof(Wt) <= 16;
+// Numbers that a thread holds while it multiplies; whether some need registers of those that ask, and whether two blocks
+// fit on a multiprocessor.
+constexpr int HELD = SUMS * (sizeof(Wt) == 2 ? 2 : 3);
+constexpr bool HUNGRY = WARPS == 8 && HELD > 112, TWO_FIT = WARPS == 4 && HELD <= 72;
 
 // A piece of work: ranges first .. last - 1 of a tile.
 struct Unit {
@@ -91,17 +97,48 @@ __device__ __forceinline__ void fill(const Units& units, int chunks, const Ring&
   }
 }
 
-// sum = w x^T over chunks begin .. end - 1, one at least, of bf16 w.
-__device__ __forceinline__ void multiply(float (&sum)[SUMS], int begin, int end, const Ring& ring, Turn& turn) {
-  const int lane = threadIdx.x % WARP, own = threadIdx.x / WARP / 4 * SLAB;
+// Rows of w that one instruction takes, of so many.
+__device__ constexpr int at_once(int rows) {
+  return rows >= 192 ? 192 : rows >= 128 ? 128 : rows >= 96 ? 96 : rows >= 64 ? 64 : rows >= 32 ? 32 : rows >= 16 ? 16 : 8;
+}
+
+// sum = product number `step` of 64 rows of x and the warpgroup's rows of w, from row FROM on, or more by it.
+template <int FROM = 0, int S>
+__device__ __forceinline__ void multiply(float (&sum)[S], Tile x, Tile w, int step, int add) {
+  constexpr int N = at_once(2 * S - FROM);
+  float(&some)[N / 2] = reinterpret_cast<float(&)[N / 2]>(sum[FROM / 2]);
+  if constexpr (sizeof(Wt) == 2) {
+    wgmma(some, x, w.below(FROM), step, add);
+  } else {
+    wgmma_e4m3(some, x, w.below(FROM), step, add);
+  }
+  if constexpr (FROM + N < 2 * S) multiply<FROM + N>(sum, x, w, step, add);
+}
+
+// Which 64 rows of x a warpgroup multiplies with which rows of w.
+struct Warpgroup {
+  int block = threadIdx.x / WARP / 4 / Groups, group = threadIdx.x / WARP / 4 % Groups;
+
+  __device__ __forceinline__ int row() const { return 64 * block + threadIdx.x / WARP % 4 * 16; }  // of the warp
+  __device__ __forceinline__ Tile x(const Ring& ring, int place, int part = 0) const {
+    return Tile(ring.x(place) + part * X_TILE + block * 64 * ROW_BYTES);
+  }
+  __device__ __forceinline__ Tile w(const Ring& ring, int place) const {
+    return Tile(ring.w(place) + group * OWN * ROW_BYTES);
+  }
+};
+
+// sum = x w^T over chunks begin .. end - 1, one at least, of bf16 w.
+__device__ __forceinline__ void sum_up(
+    float (&sum)[SUMS], const Warpgroup& own, int begin, int end, const Ring& ring, Turn& turn) {
+  const int lane = threadIdx.x % WARP;
   int held = 0;
   for (int chunk = begin; chunk < end; chunk++, turn.advance()) {
     wait(ring.full[turn.place], turn.parity);
+    const Tile x = own.x(ring, turn.place), w = own.w(ring, turn.place);
     wgmma_begin();
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      wgmma(sum, Tile(ring.w(turn.place) + own), Tile(ring.x(turn.place)), i, i || chunk > begin);
-    }
+    for (int i = 0; i < 4; i++) multiply(sum, x, w, i, i || chunk > begin);
     wgmma_end();
     if (chunk > begin) {
       wgmma_wait<1>();
@@ -113,39 +150,57 @@ __device__ __forceinline__ void multiply(float (&sum)[SUMS], int begin, int end,
   if (lane == 0) arrive(ring.empty[held]);
 }
 
-// The same of FP8 w and split x; scale: of the lane's features g and g + 8, one for each chunk; inverse: of the lane's
-// first rows, Pad numbers for each chunk. Tensor cores keep some 14 bits while they add up E4M3 products, so each chunk
-// begins anew.
-template <int S>
-__device__ __forceinline__ void multiply_scaled(
-    float (&sum)[S], const float* const (&scale)[2], const float* inverse, int Pad, int begin, int end, const Ring& ring,
-    Turn& turn) {
-  constexpr int AT_ONCE = Rows > 32 ? 1 : 2;  // of hi and lo, as registers allow
-  const int lane = threadIdx.x % WARP, own = threadIdx.x / WARP / 4 * SLAB;
+// FP8 scales of a warpgroup's rows of w, of the even ones and of the odd ones: those of a block of 128 features, one for each
+// chunk, and from `edge` features on those of the next.
+struct Scales {
+  const float *near[2], *far[2];
+  int edge[2];
+
+  __device__ __forceinline__ Scales(const float* scale, int feature, int width, int chunks) {
+    const int last = (HALVES * width - 1) / SCALED;
 #pragma unroll
-  for (int i = 0; i < S; i++) sum[i] = 0.0f;
+    for (int i = 0; i < 2; i++) {
+      const int first = feature + (Gated ? i * width : 0), block = min(first / SCALED, last);
+      near[i] = scale + (long long)block * chunks;
+      far[i] = scale + (long long)min(block + 1, last) * chunks;
+      edge[i] = (block + 1) * SCALED - first;
+    }
+  }
+};
+
+// The same of FP8 w and split x; inverse: of the lane's two rows, Pad numbers for each chunk. Tensor cores keep some 14 bits
+// while they add up E4M3 products, so each chunk begins anew.
+__device__ __forceinline__ void sum_up_scaled(
+    float (&sum)[SUMS], const Warpgroup& own, const Scales& scales, const float* const (&inverse)[2], int Pad, int begin,
+    int end, const Ring& ring, Turn& turn) {
+  constexpr int AT_ONCE = OWN > 32 ? 1 : 2;  // of hi and lo, as registers allow
+  const int lane = threadIdx.x % WARP, t = lane % 4;
+#pragma unroll
+  for (int i = 0; i < SUMS; i++) sum[i] = 0.0f;
   for (int chunk = begin; chunk < end; chunk++, turn.advance()) {
-    const float factor[2] = {scale[0][chunk], scale[1][chunk]};
-    float2 unit_of[QUADS];
+    float near[2], far[2], unit_of[2];
 #pragma unroll
-    for (int n = 0; n < QUADS; n++) unit_of[n] = *reinterpret_cast<const float2*>(inverse + chunk * Pad + 8 * n);
+    for (int i = 0; i < 2; i++) {
+      near[i] = scales.near[i][chunk], far[i] = scales.far[i][chunk], unit_of[i] = inverse[i][chunk * Pad];
+    }
     wait(ring.full[turn.place], turn.parity);
+    const Tile w = own.w(ring, turn.place);
 #pragma unroll
     for (int part = 0; part < 2; part += AT_ONCE) {
-      float block[AT_ONCE * S];
+      float block[AT_ONCE][SUMS];
       wgmma_begin();
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        wgmma_e4m3(block, Tile(ring.w(turn.place) + own), Tile(ring.x(turn.place) + part * X_TILE), i, i);
-      }
+      for (int i = 0; i < 4 * AT_ONCE; i++) multiply(block[i / 4], own.x(ring, turn.place, part + i / 4), w, i % 4, i % 4);
       wgmma_end();
       wgmma_wait<0>();
       if (part + AT_ONCE == 2 && lane == 0) arrive(ring.empty[turn.place]);
 #pragma unroll
-      for (int i = 0; i < AT_ONCE * S; i++) {
-        const int j = i % S, p = i / S;
-        const float unit = (part + p ? 1.0f / 32 : 1.0f) * (j % 2 ? unit_of[j / 4].y : unit_of[j / 4].x);
-        sum[j] = fmaf(factor[j / 2 % 2] * unit, block[i], sum[j]);
+      for (int i = 0; i < AT_ONCE * SUMS; i++) {
+        const int p = i / SUMS, j = i % SUMS;
+        const int feature = Gated ? j / 4 * 4 + t : j / 4 * 8 + 2 * t + j % 2;
+        const float factor = feature < scales.edge[j % 2] ? near[j % 2] : far[j % 2];
+        const float unit = (part + p ? 1.0f / 32 : 1.0f) * unit_of[j / 2 % 2];
+        sum[j] = fmaf(factor * unit, block[p][j], sum[j]);
       }
     }
   }
@@ -180,12 +235,11 @@ __device__ __forceinline__ void add_kept(float (&sum)[S], const float4* kept, in
 
 // The next N numbers of a row, or as many as exist.
 template <int N, class T>
-__device__ __forceinline__ void store(T* to, const float* numbers, int exist) {
+__device__ __forceinline__ void store(T* to, const T (&numbers)[N], int exist) {
   struct alignas(N * sizeof(T)) Some {
     T v[N];
   } some;
-#pragma unroll
-  for (int i = 0; i < N; i++) some.v[i] = from_float<T>(numbers[i]);
+  memcpy(&some, numbers, sizeof some);
   if (exist >= N && reinterpret_cast<unsigned long long>(to) % sizeof(Some) == 0) {
     *reinterpret_cast<Some*>(to) = some;
   } else {
@@ -196,59 +250,102 @@ __device__ __forceinline__ void store(T* to, const float* numbers, int exist) {
   }
 }
 
-// The warp's features of a tile, from `feature` of `width` on, and rows from `row` on up to `end`: those that are read.
-// They are turned, eight rows at a time, so that neighbouring lanes have neighbouring features. For Gated, lanes of even g
-// have gates and those after them up of two features, and each goes on with one of the two.
-template <class T, int S>
-__device__ __forceinline__ void write(
-    T* out, const int* use, const float (&sum)[S], float (&turned)[8][20], int row, int end, int feature, int width) {
-  constexpr int N = 4 / HALVES;  // features of a lane
-  const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4, own = feature + N * t;
-  out += (long long)(row + g) * width + own;
+// Of four neighbouring lanes, number t gets word t of each.
+__device__ __forceinline__ void transpose(unsigned (&words)[4]) {
 #pragma unroll
-  for (int n = 0; n < S / 4; n++, out += 8ll * width) {
-    __syncwarp();
+  for (int bit = 2; bit; bit /= 2) {
+    const bool upper = threadIdx.x & bit;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const float low = sum[4 * n + i], high = sum[4 * n + 2 + i];
-      if constexpr (Gated) {
-        const float other = __shfl_xor_sync(ALL_LANES, g % 2 ? low : high, 4);
-        const float gate = g % 2 ? other : low, up = g % 2 ? high : other;
-        turned[2 * t + i][g / 2 + g % 2 * 4] = silu(to_float(from_float<Out>(gate))) * to_float(from_float<Out>(up));
-      } else {
-        turned[2 * t + i][g] = low, turned[2 * t + i][g + 8] = high;
-      }
+      unsigned &low = words[bit == 2 ? i : 2 * i], &high = words[bit == 2 ? i + 2 : 2 * i + 1];
+      const unsigned other = __shfl_xor_sync(ALL_LANES, upper ? low : high, bit);
+      (upper ? low : high) = other;
     }
-    __syncwarp();
-    const bool read = row + 8 * n + g < end && (use == nullptr || use[row + 8 * n + g] == ALL);
-    if (read && own < width) store<N>(out, turned[g] + N * t, width - own);
   }
 }
 
-// The largest of these results and their features, of the rows of which only that is asked for. Lanes of the same t find
-// those of up to eight rows together, and then each takes one.
+// Eight neighbouring features of each word as bf16 pairs, two in each of four lanes, of row g for Half = 0 and of g + 8 for 1:
+// the numbers of eight rows of w, or for Gated what sixteen become.
+template <int Half, int S>
+__device__ __forceinline__ unsigned word(const float (&sum)[S], int i) {
+  if constexpr (!Gated) return pack_bf16(sum[4 * i + 2 * Half], sum[4 * i + 2 * Half + 1]);
+  const int t = threadIdx.x % 4, first = threadIdx.x % WARP / 4 * 4 + t % 2 * 2;  // the lanes that have features 2t, 2t + 1
+  float gated[2];
+#pragma unroll
+  for (int n = 0; n < 2; n++) {
+    const float *at = sum + 4 * (2 * i + n) + 2 * Half, gate = to_float(from_float<bf16>(at[0]));
+    gated[n] = silu(gate) * to_float(from_float<bf16>(at[1]));
+  }
+  const unsigned both = pack_bf16(gated[0], gated[1]);  // of features t and t + 4
+  const unsigned low = __shfl_sync(ALL_LANES, both, first), high = __shfl_sync(ALL_LANES, both, first + 1);
+  return __byte_perm(low, high, t < 2 ? 0x5410 : 0x7632);
+}
+
+// The lane's numbers of a row, from the warp's first feature on, of which so many exist.
+template <int Half, int S>
+__device__ __forceinline__ void write_row(bf16* out, const float (&sum)[S], bool read, int exist) {
+  constexpr int WORDS = S / 4 / HALVES, FOURS = WORDS / 4 * 4;
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int i = 0; i < FOURS; i += 4) {
+    unsigned words[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) words[j] = word<Half>(sum, i + j);
+    transpose(words);
+    bf16 numbers[8];
+    memcpy(numbers, words, 16);
+    if (read) store<8>(out + 8 * (i + t), numbers, exist - 8 * (i + t));
+  }
+#pragma unroll
+  for (int i = FOURS; i < WORDS; i++) {
+    const unsigned one = word<Half>(sum, i);
+    bf16 numbers[2];
+    memcpy(numbers, &one, 4);
+    if (read) store<2>(out + 8 * i + 2 * t, numbers, exist - 8 * i - 2 * t);
+  }
+}
+template <int Half, int S>
+__device__ __forceinline__ void write_row(float* out, const float (&sum)[S], bool read, int exist) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < S / 4; n++) {
+    const float numbers[2] = {sum[4 * n + 2 * Half], sum[4 * n + 2 * Half + 1]};
+    if (read) store<2>(out + 8 * n + 2 * t, numbers, exist - 8 * n - 2 * t);
+  }
+}
+
+// The warp's results: of rows from `row` on, those before `end` that are read, and of features from `feature` to `last` - 1.
+template <class T, int S>
+__device__ __forceinline__ void write(
+    T* out, const int* use, const float (&sum)[S], int row, int end, int feature, int last, int width) {
+  const int low = row + threadIdx.x % WARP / 4, high = low + 8;
+  out += (long long)low * width + feature;
+  write_row<0>(out, sum, low < end && (use == nullptr || use[low] == ALL), last - feature);
+  write_row<1>(out + 8ll * width, sum, high < end && (use == nullptr || use[high] == ALL), last - feature);
+}
+
+// The largest of these results and their features, of the rows of which only that is asked for.
 template <int S>
 __device__ __forceinline__ void raise(
     Largest* largest, const int* use, const unsigned char* allowed, const float (&sum)[S], int row, int end,
-    int feature, int width) {
-  constexpr int OF_LANE = S / 2;  // rows of which a lane has results
-  const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4, low = feature + g, high = low + 8;
-  const bool has_low = low < width && (!allowed || allowed[low]), has_high = high < width && (!allowed || allowed[high]);
-  Largest mine = 0;
+    int feature, int last) {
+  const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+  Largest most[2] = {};
 #pragma unroll
-  for (int i = 0; i < OF_LANE; i++) {
-    const float* at = sum + i / 2 * 4 + i % 2;
-    Largest most = max(has_low ? largest_of(at[0], low) : 0, has_high ? largest_of(at[2], high) : 0);
+  for (int i = 0; i < S / 2; i++) {
+    const int own = feature + i / 2 * 8 + 2 * t + i % 2;
+    if (own >= last || (allowed && !allowed[own])) continue;
 #pragma unroll
-    for (int lane = 4; lane < WARP; lane *= 2) most = max(most, __shfl_xor_sync(ALL_LANES, most, lane));
-    if (i % 8 == g) mine = most;
-    if (i % 8 == min(7, OF_LANE - 1)) {
-      const int taken = i / 8 * 8 + g, own = row + taken / 2 * 8 + 2 * t + taken % 2;
-      if (taken < OF_LANE && own < end && use[own] == LARGEST && mine > __ldcg(largest + own)) {
-        atomicMax(largest + own, mine);
-      }
-    }
+    for (int half = 0; half < 2; half++) most[half] = max(most[half], largest_of(sum[i / 2 * 4 + i % 2 + 2 * half], own));
   }
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+#pragma unroll
+    for (int lane = 1; lane < 4; lane *= 2) most[half] = max(most[half], __shfl_xor_sync(ALL_LANES, most[half], lane));
+  }
+  const int own = row + g + t * 8;
+  const Largest mine = t ? most[1] : most[0];
+  if (t < 2 && own < end && use[own] == LARGEST && mine > __ldcg(largest + own)) atomicMax(largest + own, mine);
 }
 
 // Where results go.
@@ -260,23 +357,24 @@ struct Results {
   Largest* largest;
   int w_tiles, width, more_width;
 
-  // Of a tile, in rows from `row` on up to `end`.
+  // Of the warp, in rows from `row` on up to `end`: of a tile's results those of its rows `from` to `to` - 1 of w.
   template <int S>
-  __device__ __forceinline__ void put(const float (&sum)[S], float (&turned)[8][20], int tile, int row, int end) const {
-    const int first = threadIdx.x / WARP * (16 / HALVES);
-    if (tile < w_tiles) {
-      const int feature = tile * RESULTS + first;
-      write(out, use, sum, turned, row, end, feature, width);
-      if (sizeof(Out) == 4 && largest) raise(largest, use, allowed, sum, row, end, feature, width);
+  __device__ __forceinline__ void put(const float (&sum)[S], int tile, int row, int end, int from, int to) const {
+    const bool of_more = tile >= w_tiles;
+    const int begin = (of_more ? tile - w_tiles : tile) * RESULTS, first = begin + from / HALVES;
+    const int last = min(of_more ? more_width : width, begin + to / HALVES);
+    if (of_more) {
+      write(more, nullptr, sum, row, end, first, last, more_width);
     } else {
-      write(more, nullptr, sum, turned, row, end, (tile - w_tiles) * RESULTS + first, more_width);
+      write(out, use, sum, row, end, first, last, width);
+      if (sizeof(Out) == 4 && largest) raise(largest, use, allowed, sum, row, end, first, last);
     }
   }
 };
 
 extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1) linear_hopper(
-    const __grid_constant__ TensorMap<const Wt> w,  // [Width, 1 + Gated, Din] strides [Din, Width * Din, 1] box [64 * Groups / (1 + Gated), 1 + Gated]
-    const __grid_constant__ TensorMap<const Wt> w_more,  // [More, 1, Din] box [64 * Groups, 1] or null
+    const __grid_constant__ TensorMap<const Wt> w,  // [Width, 1 + Gated, Din] strides [Din, Width * Din, 1] box [Features / (1 + Gated), 1 + Gated]
+    const __grid_constant__ TensorMap<const Wt> w_more,  // [More, 1, Din] box [Features, 1] or null
     const __grid_constant__ TensorMap<const Wt> x,       // [Xr, Din] strides [Ldx, 1] box [Rows / Cluster]
     const float* inverse,           // [(Din + 127) / 128, Pad] or null; 1 / s of x, for FP8 w
     const float* __restrict__ scale,  // [((1 + Gated) * Width + 127) / 128, (Din + 127) / 128] or null; of FP8 w
@@ -304,7 +402,6 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
 {
   extern __shared__ uint4 dynamic[];
   __shared__ Barrier full[MOST], empty[MOST], room[MOST];  // room: in all blocks of the cluster
-  __shared__ __align__(16) float turned[WARPS][8][20];  // rows, 16 features, not all in the same banks
   const Ring ring{reinterpret_cast<char*>(((unsigned long long)dynamic + 1023) / 1024 * 1024), full, empty};
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int chunks = (Din + K - 1) / K, row_tiles = (R + Rows - 1) / Rows;
@@ -322,7 +419,7 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
   if (Cluster > 1) cluster_arrive();
   if (Cluster > 1 && warp != WARPS) cluster_wait();
 
-  if (warp >= WARPS && HUNGRY) fewer_registers<32>();
+  if (warp >= WARPS && HUNGRY) fewer_registers<40>();
   if (warp == WARPS) {
     if (lane) return;
     prefetch_map(w);
@@ -366,12 +463,15 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
   }
 
   if (warp >= WARPS) return;
-  if (HUNGRY) more_registers<160>();
+  if (HUNGRY) more_registers<232>();
   after_previous();
   const Results results{out, more, use, allowed, largest, w_tiles, Width, More};
+  const Warpgroup own;
+  const int first = own.group * OWN;  // row of w in a tile
   Turn turn{Depth};
   for (int next = blockIdx.x; next < units.count; next += gridDim.x) {
     const Unit unit = units[next];
+    const int row = unit.row + own.row();
     const int cut = unit.row / Rows * (tiles - Whole) + unit.tile - Whole, first_part = RANGES / Parts;
     const int kept = RANGES - first_part + 1;  // sums of a cut tile: of all of its first part, and of each range behind it
     float4* const mine = reinterpret_cast<float4*>(sums) + ((long long)cut * kept * WARPS + warp) * QUADS * WARP + lane;
@@ -381,26 +481,23 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
       if (begin == end) continue;
       float sum[SUMS];
       if constexpr (sizeof(Wt) == 2) {
-        multiply(sum, begin, end, ring, turn);
+        sum_up(sum, own, begin, end, ring, turn);
       } else {
-        const float* factors[2];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          const int f = warp * 16 + lane / 4 + i * 8;  // of the tile
-          const int own = min(unit.tile * RESULTS + f / HALVES, Width - 1) + f % HALVES * Width;
-          factors[i] = scale + (long long)(own / SCALED) * chunks;
-        }
-        multiply_scaled(sum, factors, inverse + unit.row + 2 * (lane % 4), Pad, begin, end, ring, turn);
+        const int low = row + lane / 4;
+        const float* const units_of[2] = {inverse + min(low, R - 1), inverse + min(low + 8, R - 1)};
+        const Scales scales(scale, unit.tile * RESULTS + first / HALVES, Width, chunks);
+        sum_up_scaled(sum, own, scales, units_of, Pad, begin, end, ring, turn);
       }
       if (unit.first == 0) {
 #pragma unroll
         for (int i = 0; i < SUMS; i++) total[i] += sum[i];
-      } else {
+      } else if (row < R) {
         keep(sum, mine + (range - first_part + 1) * TO_NEXT);
       }
     }
+    if (row >= R) continue;
     if (unit.tile < Whole || Parts == 1) {
-      results.put(total, turned[warp], unit.tile, unit.row, R);
+      results.put(total, unit.tile, row, R, first, first + OWN);
       continue;
     }
     if (unit.first == 0) keep(total, mine);
@@ -409,7 +506,7 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
     for (int n = rank * QUADS / Ranks; rank >= 0 && n < last; n += TOGETHER) {
       float some[4 * TOGETHER];
       add_kept(some, mine + n * WARP, kept, last - n);
-      results.put(some, turned[warp], unit.tile, unit.row + 8 * n, min(R, unit.row + 8 * last));
+      results.put(some, unit.tile, row, R, first + 8 * n, first + 8 * last);
     }
   }
 }

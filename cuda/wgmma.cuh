@@ -42,6 +42,13 @@ struct Tile {
 
   __device__ __forceinline__ explicit Tile(const void* p, int apart = 1024)
       : bits((unsigned long long)(shared_address(p) >> 4) | 1ull << 16 | (apart >> 4) * (1ull << 32) | 1ull << 62) {}
+
+  // The tile that begins so many rows of 128 bytes, a multiple of eight, below.
+  __device__ __forceinline__ Tile below(int rows) const {
+    Tile tile = *this;
+    tile.bits += 8 * rows;
+    return tile;
+  }
 };
 
 // What makes these numbers stays before the next wgmma_begin(). Where the compiler puts it behind, it has to begin again,
@@ -67,9 +74,14 @@ __device__ __forceinline__ void wgmma_wait() {
 #define D8 D4 ", %4, %5, %6, %7"
 #define D16 D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define D32 D16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define D48                                                                                                           \
+  D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define D64                                                                                                           \
   D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52"     \
       ", %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define D96                                                                                                           \
+  D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84"     \
+      ", %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define D128                                                                                                          \
   D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84"     \
       ", %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104"     \
@@ -95,13 +107,16 @@ PRODUCTS_BF16(8, D4, 4, 5, 6, FOUR(0))
 PRODUCTS_BF16(16, D8, 8, 9, 10, FOUR(0), FOUR(4))
 PRODUCTS_BF16(32, D16, 16, 17, 18, SIXTEEN(0))
 PRODUCTS_BF16(64, D32, 32, 33, 34, SIXTEEN(0), SIXTEEN(16))
+PRODUCTS_BF16(96, D48, 48, 49, 50, SIXTEEN(0), SIXTEEN(16), SIXTEEN(32))
 PRODUCTS_BF16(128, D64, 64, 65, 66, SIXTY_FOUR(0))
+PRODUCTS_BF16(192, D96, 96, 97, 98, SIXTY_FOUR(0), SIXTEEN(64), SIXTEEN(80))
 
 // The same of tiles of E4M3 numbers, 32 k at a time.
+PRODUCTS_E4M3(8, D4, 4, 5, 6, FOUR(0))
 PRODUCTS_E4M3(16, D8, 8, 9, 10, FOUR(0), FOUR(4))
 PRODUCTS_E4M3(32, D16, 16, 17, 18, SIXTEEN(0))
 PRODUCTS_E4M3(64, D32, 32, 33, 34, SIXTEEN(0), SIXTEEN(16))
-PRODUCTS_E4M3(128, D64, 64, 65, 66, SIXTY_FOUR(0))
+PRODUCTS_E4M3(96, D48, 48, 49, 50, SIXTEEN(0), SIXTEEN(16), SIXTEEN(32))
 
 #undef PRODUCTS
 #undef PRODUCTS_BF16

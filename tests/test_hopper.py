@@ -21,40 +21,42 @@ PUBLISHED = [  # features, k, slabs: of the 0.8B, 4B, 9B and 27B sizes
     st.sampled_from([8, 16, 32, 64, 128]),
     st.integers(1, 144),
     st.booleans(),
+    st.sampled_from([1, 2]),
 )
 @settings(max_examples=200)
-def test_what_is_left_is_at_most_one_piece_a_block(widths, Din, rows, processors, together):
-    c = cut(tuple(widths), 2 * Din, rows, processors, processors if together else 1)
+def test_what_is_left_is_at_most_one_piece_a_block(widths, Din, rows, processors, together, halves):
+    c = cut(tuple(widths), 2 * Din, rows, processors, processors if together else 1, halves)
     tiles = c.tiles(*widths)
-    assert 64 * c.groups * tiles >= sum(widths) and 1 <= c.groups <= 3
+    assert c.features * tiles >= sum(widths) and c.features <= 192
+    assert c.features // c.groups(rows) % (8 * halves) == 0 and c.features <= 96 * -(-rows // 64) * c.groups(rows)
     assert 0 <= c.whole <= tiles and c.parts in (1, 2, 4, RANGES)
     assert (c.whole == tiles) == (c.parts == 1)
-    assert c.cluster == 1 or (together and rows >= 64 and tiles % c.cluster == 0)
+    assert c.cluster == 1 or (together and rows >= 32 and tiles % c.cluster == 0)
     assert c.cluster == 1 or processors % c.cluster == 0 or tiles * c.parts <= processors
     if c.parts > 1:
         assert c.whole % processors == 0 and (tiles - c.whole) * c.parts <= processors
         assert -(-Din // 64) >= RANGES  # no part without chunks
-        assert c.sum_bytes(rows) // 4 * c.kept() * (tiles - c.whole) <= most_sums(rows, max(widths))
+        assert c.sum_bytes(max(64, rows)) // 4 * c.kept() * (tiles - c.whole) <= most_sums(rows, max(widths))
 
 
 def test_parts_have_whole_ranges_and_the_first_one_adds_up_its_own():
     for parts in range(1, RANGES + 1):
         first, *others = [(p * RANGES // parts, (p + 1) * RANGES // parts) for p in range(parts)]
-        assert Cut(3, 0, parts).kept() == 1 + sum(end - begin for begin, end in others)
+        assert Cut(192, 0, parts).kept() == 1 + sum(end - begin for begin, end in others)
 
 
 @pytest.mark.parametrize("width,Din,slabs", PUBLISHED)
 def test_blocks_of_published_sizes_have_little_more_than_their_share(width, Din, slabs):
-    c = cut((width * slabs,), 2 * Din, 8, 132, 132)
+    c = cut((width * slabs,), 2 * Din, 8, 132, 132, slabs)
     rounds, left = divmod(c.tiles(width * slabs), 132)
-    most = (rounds + (1 / c.parts if left else 0)) * 64 * c.groups * Din * 2
+    most = (rounds + (1 / c.parts if left else 0)) * c.features * Din * 2
     alone = rounds == 0 and c.parts == 1  # multiprocessors without a tile leave their bandwidth to the others
     assert most < max((1.4 if alone else 1.25) * width * slabs * Din * 2 / 132, 160_000)
 
 
 def test_tiles():
-    assert Cut(3, 0, 2).tiles(12288) == 64 and Cut(3, 0, 2).tiles(12288, 64) == 65 and Cut(2, 0, 1).tiles(129) == 2
-    assert Cut(2, 100, 1, 4).tiles(12288, 64) == 100  # three of which are empty
+    assert Cut(192, 0, 2).tiles(12288) == 64 and Cut(192, 0, 2).tiles(12288, 64) == 65 and Cut(128, 0, 1).tiles(129) == 2
+    assert Cut(128, 100, 1, 4).tiles(12288, 64) == 100  # three of which are empty
 
 
 @pytest.mark.parametrize("width,slabs", [(w, s) for w, _, s in PUBLISHED if w < 200_000] + [(67584, 1), (2048, 1)])
