@@ -23,6 +23,7 @@
 // Read twice: x, by every cluster (L2), w by every tile of rows.
 //
 // arch: 90a
+// spills: of 128 rows and the largest alone a number or two, once a tile, outside the loops
 // sizes: Wt=bf16 Out=bf16 Rows=8,64 Features=32 Groups=1 Gated=0 | Wt=bf16 Out=bf16 Rows=32 Features=80,96 Groups=1 Gated=0 | Wt=bf16 Out=bf16 Rows=128 Features=96,128 Groups=1 Gated=0 | Wt=bf16 Out=float Rows=16 Features=192 Groups=2 Gated=0 | Wt=bf16 Out=float Rows=128 Features=192 Groups=1 Gated=0 | Wt=bf16 Out=bf16 Rows=16,64 Features=192 Groups=2 Gated=1 | Wt=bf16 Out=bf16 Rows=128 Features=192 Groups=1 Gated=1 | Wt=fp8 Out=bf16 Rows=16,64 Features=192 Groups=2 Gated=0 | Wt=fp8 Out=bf16 Rows=64 Features=192 Groups=2 Gated=1
 #include "arrival.cuh"
 #include "largest.cuh"
@@ -30,7 +31,7 @@
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-constexpr int ROW_BYTES = 128, SLAB = 64 * ROW_BYTES;  // of a tile in shared memory; of 64 rows
+constexpr int ROW_BYTES = 128;  // of a tile in shared memory
 constexpr int K = ROW_BYTES / sizeof(Wt), X_TILES = K / 64;  // k of a chunk; tiles of x in it
 constexpr int SCALED = 128;                                  // features, and k, of one FP8 scale
 constexpr int BLOCKS = (Rows + 63) / 64;                     // of 64 rows of x
@@ -42,7 +43,7 @@ constexpr int PLACE = X_BYTES + W_BYTES;
 constexpr int SUMS = OWN / 2, QUADS = OWN / 8;   // of a lane; fours of them, for eight rows of w each
 constexpr int TOGETHER = QUADS < 4 ? QUADS : 4;  // of these, joined at a time
 constexpr int MOST = 24;                         // places of a ring
-static_assert(OWN % (8 * HALVES) == 0, "a lane's gates and ups are of pairs of features");
+static_assert(OWN % (8 * HALVES) == 0 && (!Gated || sizeof(Out) == 2), "gates and ups become words of bf16 pairs");
 
 // Numbers that a thread holds while it multiplies; whether some need registers of those that ask, and whether two blocks
 // fit on a multiprocessor.
@@ -233,20 +234,29 @@ __device__ __forceinline__ void add_kept(float (&sum)[S], const float4* kept, in
   }
 }
 
-// The next N numbers of a row, or as many as exist.
-template <int N, class T>
-__device__ __forceinline__ void store(T* to, const T (&numbers)[N], int exist) {
-  struct alignas(N * sizeof(T)) Some {
-    T v[N];
-  } some;
-  memcpy(&some, numbers, sizeof some);
-  if (exist >= N && reinterpret_cast<unsigned long long>(to) % sizeof(Some) == 0) {
-    *reinterpret_cast<Some*>(to) = some;
+// The next two numbers of a row, or eight as bf16 pairs, or as many as exist.
+__device__ __forceinline__ void store(float* to, float first, float second, int exist) {
+  if (exist >= 2 && reinterpret_cast<unsigned long long>(to) % 8 == 0) {
+    *reinterpret_cast<float2*>(to) = make_float2(first, second);
   } else {
+    if (exist > 0) to[0] = first;
+    if (exist > 1) to[1] = second;
+  }
+}
+template <int WORDS>
+__device__ __forceinline__ void store(bf16* to, unsigned (&words)[WORDS], int exist) {
+  struct alignas(4 * WORDS) Some {
+    unsigned v[WORDS];
+  };
+  if (exist >= 2 * WORDS && reinterpret_cast<unsigned long long>(to) % sizeof(Some) == 0) {
+    *reinterpret_cast<Some*>(to) = reinterpret_cast<Some&>(words);
+    return;
+  }
+#pragma unroll 1
+  for (int i = 0; i < min(exist, 2 * WORDS); i++) {
+    reinterpret_cast<unsigned short*>(to)[i] = words[0];
 #pragma unroll
-    for (int i = 0; i < N; i++) {
-      if (i < exist) to[i] = some.v[i];
-    }
+    for (int j = 0; j < WORDS; j++) words[j] = words[j] >> 16 | (j + 1 < WORDS ? words[j + 1] << 16 : 0);
   }
 }
 
@@ -264,17 +274,17 @@ __device__ __forceinline__ void transpose(unsigned (&words)[4]) {
   }
 }
 
-// Eight neighbouring features of each word as bf16 pairs, two in each of four lanes, of row g for Half = 0 and of g + 8 for 1:
-// the numbers of eight rows of w, or for Gated what sixteen become.
-template <int Half, int S>
-__device__ __forceinline__ unsigned word(const float (&sum)[S], int i) {
-  if constexpr (!Gated) return pack_bf16(sum[4 * i + 2 * Half], sum[4 * i + 2 * Half + 1]);
+// Two of eight neighbouring features of the i-th word, in each of four lanes, of row g for half = 0 and of g + 8 for 1: what
+// eight rows of w give, or sixteen where they are gates and ups.
+template <int S>
+__device__ __forceinline__ unsigned word(const float (&sum)[S], int i, int half) {
+  if constexpr (!Gated) return pack_bf16(sum[4 * i + 2 * half], sum[4 * i + 2 * half + 1]);
   const int t = threadIdx.x % 4, first = threadIdx.x % WARP / 4 * 4 + t % 2 * 2;  // the lanes that have features 2t, 2t + 1
   float gated[2];
 #pragma unroll
   for (int n = 0; n < 2; n++) {
-    const float *at = sum + 4 * (2 * i + n) + 2 * Half, gate = to_float(from_float<bf16>(at[0]));
-    gated[n] = silu(gate) * to_float(from_float<bf16>(at[1]));
+    const unsigned pair = pack_bf16(sum[8 * i + 4 * n + 2 * half], sum[8 * i + 4 * n + 2 * half + 1]);
+    gated[n] = silu(__uint_as_float(pair << 16)) * __uint_as_float(pair & 0xffff0000u);
   }
   const unsigned both = pack_bf16(gated[0], gated[1]);  // of features t and t + 4
   const unsigned low = __shfl_sync(ALL_LANES, both, first), high = __shfl_sync(ALL_LANES, both, first + 1);
@@ -282,35 +292,30 @@ __device__ __forceinline__ unsigned word(const float (&sum)[S], int i) {
 }
 
 // The lane's numbers of a row, from the warp's first feature on, of which so many exist.
-template <int Half, int S>
-__device__ __forceinline__ void write_row(bf16* out, const float (&sum)[S], bool read, int exist) {
-  constexpr int WORDS = S / 4 / HALVES, FOURS = WORDS / 4 * 4;
+template <int S>
+__device__ __forceinline__ void write_row(bf16* out, const float (&sum)[S], int half, int exist) {
+  constexpr int ALL_WORDS = S / 4 / HALVES, FOURS = ALL_WORDS / 4 * 4;
   const int t = threadIdx.x % 4;
 #pragma unroll
   for (int i = 0; i < FOURS; i += 4) {
     unsigned words[4];
 #pragma unroll
-    for (int j = 0; j < 4; j++) words[j] = word<Half>(sum, i + j);
+    for (int j = 0; j < 4; j++) words[j] = word(sum, i + j, half);
     transpose(words);
-    bf16 numbers[8];
-    memcpy(numbers, words, 16);
-    if (read) store<8>(out + 8 * (i + t), numbers, exist - 8 * (i + t));
+    store(out + 8 * (i + t), words, exist - 8 * (i + t));
   }
 #pragma unroll
-  for (int i = FOURS; i < WORDS; i++) {
-    const unsigned one = word<Half>(sum, i);
-    bf16 numbers[2];
-    memcpy(numbers, &one, 4);
-    if (read) store<2>(out + 8 * i + 2 * t, numbers, exist - 8 * i - 2 * t);
+  for (int i = FOURS; i < ALL_WORDS; i++) {
+    unsigned words[1] = {word(sum, i, half)};
+    store(out + 8 * i + 2 * t, words, exist - 8 * i - 2 * t);
   }
 }
-template <int Half, int S>
-__device__ __forceinline__ void write_row(float* out, const float (&sum)[S], bool read, int exist) {
-  const int t = threadIdx.x % 4;
+template <int S>
+__device__ __forceinline__ void write_row(float* out, const float (&sum)[S], int half, int exist) {
 #pragma unroll
   for (int n = 0; n < S / 4; n++) {
-    const float numbers[2] = {sum[4 * n + 2 * Half], sum[4 * n + 2 * Half + 1]};
-    if (read) store<2>(out + 8 * n + 2 * t, numbers, exist - 8 * n - 2 * t);
+    const int own = 8 * n + threadIdx.x % 4 * 2;
+    store(out + own, sum[4 * n + 2 * half], sum[4 * n + 2 * half + 1], exist - own);
   }
 }
 
@@ -318,10 +323,14 @@ __device__ __forceinline__ void write_row(float* out, const float (&sum)[S], boo
 template <class T, int S>
 __device__ __forceinline__ void write(
     T* out, const int* use, const float (&sum)[S], int row, int end, int feature, int last, int width) {
-  const int low = row + threadIdx.x % WARP / 4, high = low + 8;
-  out += (long long)low * width + feature;
-  write_row<0>(out, sum, low < end && (use == nullptr || use[low] == ALL), last - feature);
-  write_row<1>(out + 8ll * width, sum, high < end && (use == nullptr || use[high] == ALL), last - feature);
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int own = row + 8 * half + threadIdx.x % WARP / 4;
+    const bool read = own < end && (use == nullptr || use[own] == ALL);
+    int exist = read ? last - feature : 0;
+    asm volatile("" : "+r"(exist));  // else all that follows is there twice, with and without `use`
+    write_row(out + (long long)own * width + feature, sum, half, exist);
+  }
 }
 
 // The largest of these results and their features, of the rows of which only that is asked for.
@@ -363,7 +372,7 @@ struct Results {
     const bool of_more = tile >= w_tiles;
     const int begin = (of_more ? tile - w_tiles : tile) * RESULTS, first = begin + from / HALVES;
     const int last = min(of_more ? more_width : width, begin + to / HALVES);
-    if (of_more) {
+    if (!Gated && of_more) {
       write(more, nullptr, sum, row, end, first, last, more_width);
     } else {
       write(out, use, sum, row, end, first, last, width);
@@ -503,6 +512,7 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
     if (unit.first == 0) keep(total, mine);
     const int rank = warp_arrives_among_last(tickets + cut * WARPS + warp, Parts, Ranks);
     const int last = (rank + 1) * QUADS / Ranks;
+#pragma unroll 1
     for (int n = rank * QUADS / Ranks; rank >= 0 && n < last; n += TOGETHER) {
       float some[4 * TOGETHER];
       add_kept(some, mine + n * WARP, kept, last - n);

@@ -87,14 +87,16 @@ __device__ __forceinline__ void load_tile(
       : "memory");
 }
 
-// Blocks of a cluster: the block's number, and a barrier of all their threads, after which what they made in shared memory
-// can be reached by the others.
+// Blocks of a cluster: the block's number, and a barrier of all their threads, after which the barriers that they made, and
+// said so by barriers_made(), can be reached by the others.
 __device__ __forceinline__ int cluster_rank() {
   int rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() { 
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
 // Arrives at the same barrier of another block.

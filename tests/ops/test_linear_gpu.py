@@ -140,6 +140,24 @@ def test_neither_stages_nor_kernels_change_the_bits(gpu, family, kind, monkeypat
     np.testing.assert_array_equal(got(x, w), first)
 
 
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("R", [9, 72])
+def test_the_cut_of_a_product_does_not_change_the_bits(gpu, family, R, kind, monkeypatch):
+    """Tiles of any width, with all of k or in parts, alone or in clusters."""
+    if family == "others" or (gpu == "random" and R > 9):
+        pytest.skip("one order of threads, and one family of kernels")
+    x, w, _ = made(R, 1040, 208, kind)
+    x = device.upload(x)
+    plain, gated = [(8, 26, 1), (24, 0, 4), (40, 4, 2), (96, 3, 1), (112, 0, 8)], [(16, 13, 1), (48, 1, 4), (192, 0, 2)]
+    if gpu == "cuda":
+        plain, gated = [*plain, (56, 4, 1, 4), (32, 4, 2, 2)], [*gated, (48, 6, 1, 2)]
+    expected = [device.download(op(x, w)) for op in (linear, gated_linear)]
+    for op, cuts, bits in zip((linear, gated_linear), (plain, gated), expected):
+        for own in cuts:
+            monkeypatch.setattr(hopper, "cut", lambda *_, own=own: hopper.Cut(*own))
+            np.testing.assert_array_equal(device.download(op(x, w)), bits, str(own))
+
+
 @pytest.mark.parametrize("R,Din", [(1, 16), (3, 128), (7, 272), (65, 1040)])
 def test_rows_split_into_e4m3(gpu, R, Din):
     rng = np.random.default_rng(R)
