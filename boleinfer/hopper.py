@@ -18,13 +18,14 @@ LONG_FROM = 384 * 1024  # bytes that a block reads from which it has a LONG one
 MOST_DEPTH = 24  # places of a ring
 MOST_PROCESSORS = 144  # of a GPU of this architecture
 FOURS = 120  # blocks in clusters of four that an H200 runs at once
-MOST_FEATURES, MOST_OWN = 192, 96  # rows of w of a tile; of a warpgroup, whose registers hold two sums of them
+WIDTHS = (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192)  # rows of w in a tile
+MOST_OWN = 112  # of these, of one warpgroup for up to 64 rows of x, whose registers hold two or three sums
 LEAST, LEAST_FP8 = 32, 64  # rows of w whose chunks come no slower than they can be multiplied
 QUICKEST = 1.2  # how much faster a multiprocessor reads than at its share of the bandwidth, when others are idle
-INTAKE = 1.6  # how much faster it takes in w and x together, most of which come from L2
+INTAKE, FOR_IT = 1.6, 3.2  # how much faster it asks L2 for w and x together, and takes in these and what others ask for it
 # What else costs time, in bytes of w that a multiprocessor could read meanwhile at its share
 OF_SUMS = 0.6  # a byte of a part's sums, written or read
-TO_END, TO_JOIN, TO_MEET = 25_000, 50_000, 10_000  # a tile's end, joining parts, each more block of a cluster
+TO_END, TO_JOIN, TO_MEET = 25_000, 100_000, 10_000  # a tile's end, joining parts, each more block of a cluster
 MEET_FROM = 32  # rows of x from which blocks form clusters
 
 
@@ -84,7 +85,7 @@ def cut(
     def cost(c: Cut) -> float:
         """Bytes that a multiprocessor could read meanwhile at its share of the bandwidth."""
         w = max(c.features, least) * row_bytes
-        taken = (w + rows * row_bytes / c.cluster) / INTAKE
+        taken = max((w + rows * row_bytes / c.cluster) / INTAKE, (w + rows * row_bytes) / FOR_IT)
         rounds, left = divmod(c.tiles(*widths), processors)
         at_the_end = max(w * left / processors, w / c.parts / QUICKEST, taken / c.parts) if left else 0
         read_and_written = (c.kept() / c.ranks(rows) + RANGES / c.parts) * c.sum_bytes(rows)
@@ -92,9 +93,10 @@ def cut(
         ends = TO_END * (rounds + (left > 0))
         return rounds * max(w, taken) + at_the_end + ends + join + TO_MEET * (c.cluster - 1)
 
-    step, candidates = 8 * halves, []
-    even = [n for n in range(step, MOST_FEATURES + 1, step) if n <= MOST_OWN or n % (2 * step) == 0]
-    for features, cluster in itertools.product(reversed(even), (1, 2, 4)):
+    candidates = []
+    for features, cluster in itertools.product(reversed(WIDTHS), (1, 2, 4)):
+        if features // Cut(features, 0, 1).groups(rows) % (8 * halves):
+            continue
         tiles = Cut(features, 0, 1, cluster).tiles(*widths)
         left = tiles % processors
         if cluster > 1 and (together < processors or processors % cluster or rows < MEET_FROM):
@@ -171,5 +173,5 @@ def product(
 def most_sums(R: int, widest: int) -> int:
     """Float32 numbers that a product keeps beside its result, at most, for R rows or fewer of so many features."""
     rows = min(128, 1 << max(6, (R - 1).bit_length()))
-    in_parts = MOST_PROCESSORS // 2 * Cut(MOST_FEATURES, 0, 2).kept() * MOST_FEATURES
-    return min(2 * RANGES * (widest + MOST_FEATURES), in_parts) * rows
+    in_parts = MOST_PROCESSORS // 2 * Cut(WIDTHS[-1], 0, 2).kept() * WIDTHS[-1]
+    return min(2 * RANGES * (widest + WIDTHS[-1]), in_parts) * rows

@@ -7,8 +7,8 @@
 //
 // A tile of out is Rows rows and what `Features` rows of w give; for Gated those are rows of gate and of up in turn. The tiles
 // of w_more come behind those of w. Products have 64 rows of x, of which those behind the tile's are whatever lies there and
-// are left alone, and a warpgroup's rows of w, any multiple of eight: so tiles are as wide as gives each block one, and the
-// numbers of a lane are neighbours in out. The first Whole tiles are a unit each; the ranges of the others are shared by Parts
+// are left alone, and a warpgroup's rows of w, eight or more: so tiles are as wide as gives each block one, and the numbers of
+// neighbouring lanes are neighbours in out. The first Whole tiles are a unit each; the ranges of the others are shared by Parts
 // units. Of the warps that own the same results those Ranks that end last wait for one another and join the sums of some
 // features each. Blocks of a cluster have the same k at the same time: each reads its share of the rows of x for all of them.
 // Its last tiles may lie behind the matrices, where zeros are read and nothing is written.
@@ -24,7 +24,7 @@
 //
 // arch: 90a
 // spills: of 128 rows and the largest alone a number or two, once a tile, outside the loops
-// sizes: Wt=bf16 Out=bf16 Rows=8,64 Features=32 Groups=1 Gated=0 | Wt=bf16 Out=bf16 Rows=32 Features=80,96 Groups=1 Gated=0 | Wt=bf16 Out=bf16 Rows=128 Features=96,128 Groups=1 Gated=0 | Wt=bf16 Out=float Rows=16 Features=192 Groups=2 Gated=0 | Wt=bf16 Out=float Rows=128 Features=192 Groups=1 Gated=0 | Wt=bf16 Out=bf16 Rows=16,64 Features=192 Groups=2 Gated=1 | Wt=bf16 Out=bf16 Rows=128 Features=192 Groups=1 Gated=1 | Wt=fp8 Out=bf16 Rows=16,64 Features=192 Groups=2 Gated=0 | Wt=fp8 Out=bf16 Rows=64 Features=192 Groups=2 Gated=1
+// sizes: Wt=bf16 Out=bf16 Rows=8,64 Features=32 Groups=1 Gated=0 | Wt=bf16 Out=bf16 Rows=32 Features=80,96 Groups=1 Gated=0 | Wt=bf16 Out=bf16 Rows=128 Features=40,112,160 Groups=1 Gated=0 | Wt=bf16 Out=float Rows=16 Features=192 Groups=2 Gated=0 | Wt=bf16 Out=float Rows=128 Features=192 Groups=1 Gated=0 | Wt=bf16 Out=bf16 Rows=16,64 Features=192 Groups=2 Gated=1 | Wt=bf16 Out=bf16 Rows=128 Features=192 Groups=1 Gated=1 | Wt=fp8 Out=bf16 Rows=16,64 Features=192 Groups=2 Gated=0 | Wt=fp8 Out=bf16 Rows=64 Features=192 Groups=2 Gated=1
 #include "arrival.cuh"
 #include "largest.cuh"
 #include "ranges.cuh"
@@ -98,24 +98,6 @@ __device__ __forceinline__ void fill(const Units& units, int chunks, const Ring&
   }
 }
 
-// Rows of w that one instruction takes, of so many.
-__device__ constexpr int at_once(int rows) {
-  return rows >= 192 ? 192 : rows >= 128 ? 128 : rows >= 96 ? 96 : rows >= 64 ? 64 : rows >= 32 ? 32 : rows >= 16 ? 16 : 8;
-}
-
-// sum = product number `step` of 64 rows of x and the warpgroup's rows of w, from row FROM on, or more by it.
-template <int FROM = 0, int S>
-__device__ __forceinline__ void multiply(float (&sum)[S], Tile x, Tile w, int step, int add) {
-  constexpr int N = at_once(2 * S - FROM);
-  float(&some)[N / 2] = reinterpret_cast<float(&)[N / 2]>(sum[FROM / 2]);
-  if constexpr (sizeof(Wt) == 2) {
-    wgmma(some, x, w.below(FROM), step, add);
-  } else {
-    wgmma_e4m3(some, x, w.below(FROM), step, add);
-  }
-  if constexpr (FROM + N < 2 * S) multiply<FROM + N>(sum, x, w, step, add);
-}
-
 // Which 64 rows of x a warpgroup multiplies with which rows of w.
 struct Warpgroup {
   int block = threadIdx.x / WARP / 4 / Groups, group = threadIdx.x / WARP / 4 % Groups;
@@ -139,7 +121,7 @@ __device__ __forceinline__ void sum_up(
     const Tile x = own.x(ring, turn.place), w = own.w(ring, turn.place);
     wgmma_begin();
 #pragma unroll
-    for (int i = 0; i < 4; i++) multiply(sum, x, w, i, i || chunk > begin);
+    for (int i = 0; i < 4; i++) wgmma(sum, x, w, i, i || chunk > begin);
     wgmma_end();
     if (chunk > begin) {
       wgmma_wait<1>();
@@ -171,13 +153,14 @@ struct Scales {
 
 // The same of FP8 w and split x; inverse: of the lane's two rows, Pad numbers for each chunk. Tensor cores keep some 14 bits
 // while they add up E4M3 products, so each chunk begins anew.
+template <int S>
 __device__ __forceinline__ void sum_up_scaled(
-    float (&sum)[SUMS], const Warpgroup& own, const Scales& scales, const float* const (&inverse)[2], int Pad, int begin,
+    float (&sum)[S], const Warpgroup& own, const Scales& scales, const float* const (&inverse)[2], int Pad, int begin,
     int end, const Ring& ring, Turn& turn) {
   constexpr int AT_ONCE = OWN > 32 ? 1 : 2;  // of hi and lo, as registers allow
   const int lane = threadIdx.x % WARP, t = lane % 4;
 #pragma unroll
-  for (int i = 0; i < SUMS; i++) sum[i] = 0.0f;
+  for (int i = 0; i < S; i++) sum[i] = 0.0f;
   for (int chunk = begin; chunk < end; chunk++, turn.advance()) {
     float near[2], far[2], unit_of[2];
 #pragma unroll
@@ -188,16 +171,18 @@ __device__ __forceinline__ void sum_up_scaled(
     const Tile w = own.w(ring, turn.place);
 #pragma unroll
     for (int part = 0; part < 2; part += AT_ONCE) {
-      float block[AT_ONCE][SUMS];
+      float block[AT_ONCE][S];
       wgmma_begin();
 #pragma unroll
-      for (int i = 0; i < 4 * AT_ONCE; i++) multiply(block[i / 4], own.x(ring, turn.place, part + i / 4), w, i % 4, i % 4);
+      for (int i = 0; i < 4 * AT_ONCE; i++) {
+        wgmma_e4m3(block[i / 4], own.x(ring, turn.place, part + i / 4), w, i % 4, i % 4);
+      }
       wgmma_end();
       wgmma_wait<0>();
       if (part + AT_ONCE == 2 && lane == 0) arrive(ring.empty[turn.place]);
 #pragma unroll
-      for (int i = 0; i < AT_ONCE * SUMS; i++) {
-        const int p = i / SUMS, j = i % SUMS;
+      for (int i = 0; i < AT_ONCE * S; i++) {
+        const int p = i / S, j = i % S;
         const int feature = Gated ? j / 4 * 4 + t : j / 4 * 8 + 2 * t + j % 2;
         const float factor = feature < scales.edge[j % 2] ? near[j % 2] : far[j % 2];
         const float unit = (part + p ? 1.0f / 32 : 1.0f) * unit_of[j / 2 % 2];

@@ -42,13 +42,6 @@ struct Tile {
 
   __device__ __forceinline__ explicit Tile(const void* p, int apart = 1024)
       : bits((unsigned long long)(shared_address(p) >> 4) | 1ull << 16 | (apart >> 4) * (1ull << 32) | 1ull << 62) {}
-
-  // The tile that begins so many rows of 128 bytes, a multiple of eight, below.
-  __device__ __forceinline__ Tile below(int rows) const {
-    Tile tile = *this;
-    tile.bits += 8 * rows;
-    return tile;
-  }
 };
 
 // What makes these numbers stays before the next wgmma_begin(). Where the compiler puts it behind, it has to begin again,
@@ -68,25 +61,25 @@ __device__ __forceinline__ void wgmma_wait() {
 
 // Operands of products, here and in attention_wide.cuh: so many numbers of d, and their names.
 #define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
+#define EIGHT(i) FOUR(i), FOUR(i + 4)
+#define SIXTEEN(i) EIGHT(i), EIGHT(i + 8)
 #define SIXTY_FOUR(i) SIXTEEN(i), SIXTEEN(i + 16), SIXTEEN(i + 32), SIXTEEN(i + 48)
 #define D4 "%0, %1, %2, %3"
 #define D8 D4 ", %4, %5, %6, %7"
-#define D16 D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define D32 D16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define D48                                                                                                           \
-  D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define D64                                                                                                           \
-  D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52"     \
-      ", %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define D96                                                                                                           \
-  D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84"     \
-      ", %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define D12 D8 ", %8, %9, %10, %11"
+#define D16 D12 ", %12, %13, %14, %15"
+#define D20 D16 ", %16, %17, %18, %19"
+#define D24 D20 ", %20, %21, %22, %23"
+#define D32 D24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define D40 D32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define D48 D40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define D56 D48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define D64 D56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define D80 D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define D96 D80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define D128                                                                                                          \
-  D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84"     \
-      ", %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104"     \
-      ", %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121"        \
-      ", %122, %123, %124, %125, %126, %127"
+  D96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"                  \
+      ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // N: rows of B; TYPES: k of a product and types; D: the numbers of d, then the numbers of the next operands, then those of
 // bf16 that say that neither is transposed, then the operands that d is.
@@ -104,19 +97,30 @@ __device__ __forceinline__ void wgmma_wait() {
 
 // Product number `step` of the tiles: k = 16 step .. 16 step + 15. Without `add` d is put to zero before.
 PRODUCTS_BF16(8, D4, 4, 5, 6, FOUR(0))
-PRODUCTS_BF16(16, D8, 8, 9, 10, FOUR(0), FOUR(4))
+PRODUCTS_BF16(16, D8, 8, 9, 10, EIGHT(0))
+PRODUCTS_BF16(24, D12, 12, 13, 14, EIGHT(0), FOUR(8))
 PRODUCTS_BF16(32, D16, 16, 17, 18, SIXTEEN(0))
+PRODUCTS_BF16(40, D20, 20, 21, 22, SIXTEEN(0), FOUR(16))
+PRODUCTS_BF16(48, D24, 24, 25, 26, SIXTEEN(0), EIGHT(16))
 PRODUCTS_BF16(64, D32, 32, 33, 34, SIXTEEN(0), SIXTEEN(16))
+PRODUCTS_BF16(80, D40, 40, 41, 42, SIXTEEN(0), SIXTEEN(16), EIGHT(32))
 PRODUCTS_BF16(96, D48, 48, 49, 50, SIXTEEN(0), SIXTEEN(16), SIXTEEN(32))
+PRODUCTS_BF16(112, D56, 56, 57, 58, SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), EIGHT(48))
 PRODUCTS_BF16(128, D64, 64, 65, 66, SIXTY_FOUR(0))
+PRODUCTS_BF16(160, D80, 80, 81, 82, SIXTY_FOUR(0), SIXTEEN(64))
 PRODUCTS_BF16(192, D96, 96, 97, 98, SIXTY_FOUR(0), SIXTEEN(64), SIXTEEN(80))
 
 // The same of tiles of E4M3 numbers, 32 k at a time.
 PRODUCTS_E4M3(8, D4, 4, 5, 6, FOUR(0))
-PRODUCTS_E4M3(16, D8, 8, 9, 10, FOUR(0), FOUR(4))
+PRODUCTS_E4M3(16, D8, 8, 9, 10, EIGHT(0))
+PRODUCTS_E4M3(24, D12, 12, 13, 14, EIGHT(0), FOUR(8))
 PRODUCTS_E4M3(32, D16, 16, 17, 18, SIXTEEN(0))
+PRODUCTS_E4M3(40, D20, 20, 21, 22, SIXTEEN(0), FOUR(16))
+PRODUCTS_E4M3(48, D24, 24, 25, 26, SIXTEEN(0), EIGHT(16))
 PRODUCTS_E4M3(64, D32, 32, 33, 34, SIXTEEN(0), SIXTEEN(16))
+PRODUCTS_E4M3(80, D40, 40, 41, 42, SIXTEEN(0), SIXTEEN(16), EIGHT(32))
 PRODUCTS_E4M3(96, D48, 48, 49, 50, SIXTEEN(0), SIXTEEN(16), SIXTEEN(32))
+PRODUCTS_E4M3(112, D56, 56, 57, 58, SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), EIGHT(48))
 
 #undef PRODUCTS
 #undef PRODUCTS_BF16

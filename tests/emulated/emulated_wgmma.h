@@ -8,8 +8,6 @@ struct Tile {
   int apart;  // bytes from eight rows to the next eight
 
   explicit Tile(const void* p, int apart = 1024) : at(static_cast<const char*>(p)), apart(apart) {}
-
-  Tile below(int rows) const { return Tile(at + 128 * rows, apart); }
 };
 
 template <int N>
