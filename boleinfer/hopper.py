@@ -22,7 +22,7 @@ WIDTHS = (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192)  # rows of w in
 MOST_OWN = 112  # of these, of one warpgroup for up to 64 rows of x, whose registers hold two or three sums
 LEAST, LEAST_FP8 = 32, 64  # rows of w whose chunks come no slower than they can be multiplied
 QUICKEST = 1.2  # how much faster a multiprocessor reads than at its share of the bandwidth, when others are idle
-INTAKE, FOR_IT = 1.6, 3.2  # how much faster it asks L2 for w and x together, and takes in these and what others ask for it
+INTAKE, FOR_IT = 1.6, 3.2  # how much faster it gets w and x together out of L2; and with what others of a cluster get
 # What else costs time, in bytes of w that a multiprocessor could read meanwhile at its share
 OF_SUMS = 0.6  # a byte of a part's sums, written or read
 TO_END, TO_JOIN, TO_MEET = 25_000, 100_000, 10_000  # a tile's end, joining parts, each more block of a cluster
