@@ -42,7 +42,7 @@ constexpr int X_TILE = Rows * ROW_BYTES, X_BYTES = X_TILES * X_TILE, W_BYTES = F
 constexpr int PLACE = X_BYTES + W_BYTES;
 constexpr int SUMS = OWN / 2, QUADS = OWN / 8;   // of a lane; fours of them, for eight rows of w each
 constexpr int TOGETHER = QUADS < 4 ? QUADS : 4;  // of these, joined at a time
-constexpr int MOST = 24;                         // places of a ring
+constexpr int MOST = 40;                         // places of a ring
 static_assert(OWN % (8 * HALVES) == 0 && (!Gated || sizeof(Out) == 2), "gates and ups become words of bf16 pairs");
 
 // Numbers that a thread holds while it multiplies; whether some need registers of those that ask, and whether two blocks
