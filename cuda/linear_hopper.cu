@@ -17,7 +17,8 @@
 // step took 4 % longer without (H200, 2026-11-30).
 //
 // grid: one block a multiprocessor, at most; a block takes every gridDim.x-th unit. block: Groups warpgroups that share the
-// features, for each 64 rows of x, and one that asks, the first thread of a warp for tiles of w and that of the next for x.
+// features, for each 64 rows of x, and one that asks, the first thread of a warp for tiles of w, that of the next for x, and in
+// clusters that of a third tells the other blocks as soon as a place is empty: their x may come then.
 // Depth places of a ring hold a chunk of w and x; it is filled with w before x is there.
 // shared: 1 KB + Depth * 128 bytes * (Features + Rows, twice for FP8) + what 64 rows of x are more than the last place has.
 // Read twice: x, by every cluster (L2), w by every tile of rows.
@@ -436,10 +437,7 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
     const int own = Cluster > 1 ? cluster_rank() * (Rows / Cluster) : 0;  // rows from here on are for all to load
     fill(units, chunks, ring, Depth, [&](const Unit& unit, int chunk, const Turn& turn) {
       Barrier& here = full[turn.place];
-      if (Cluster > 1) {
-        for (int rank = 0; rank < Cluster; rank++) arrive_at(room[turn.place], rank);
-        wait(room[turn.place], turn.parity);
-      }
+      if (Cluster > 1) wait(room[turn.place], turn.parity);
       arrive_expecting(here, X_BYTES);
 #pragma unroll
       for (int i = 0; i < X_TILES; i++) {
@@ -456,6 +454,11 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
     return;
   }
 
+  if (warp == WARPS + 2 && lane == 0 && Cluster > 1) {
+    fill(units, chunks, ring, Depth, [&](const Unit&, int, const Turn& turn) {
+      for (int rank = 0; rank < Cluster; rank++) arrive_at(room[turn.place], rank);
+    });
+  }
   if (warp >= WARPS) return;
   if (HUNGRY) more_registers<232>();
   after_previous();
