@@ -255,6 +255,15 @@ def test_swiglu(gpu, R, F, act):
     assert relative_error(out.astype(np.float64), swiglu(x.astype(np.float64))) < (4e-3 if act == "bf16" else 1e-6)
 
 
+def test_gates_of_any_size(gpu):
+    gates = np.float32([-np.inf, -1e4, -104, -88.5, -87, -20, -1, -0.0, 0, 1, 20, 88.5, 1e4, np.inf, np.nan])
+    x = np.concatenate([gates, np.full(len(gates), 3, np.float32)])[None]
+    with np.errstate(invalid="ignore"):
+        out, expected = device.download(swiglu(device.upload(x))), swiglu(x)
+    assert np.isnan(expected[0, [0, -1]]).all()
+    np.testing.assert_allclose(out, expected, rtol=2e-6, atol=1e-30)
+
+
 @pytest.mark.parametrize("kind", ["bf16", "fp8", "float"])
 @pytest.mark.parametrize("Din,F", [(48, 8), (272, 40), (1296, 136), (1040, 200), (2112, 8), (144, 1096), (72, 31)])
 @pytest.mark.parametrize("processors", [3, 132])
