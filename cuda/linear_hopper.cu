@@ -99,17 +99,16 @@ __device__ __forceinline__ void fill(const Units& units, int chunks, const Ring&
   }
 }
 
-// Which 64 rows of x a warpgroup multiplies with which rows of w.
+// Which 64 rows of x a warpgroup multiplies with which rows of w, and where they are in the first place of the ring.
 struct Warpgroup {
-  int block = threadIdx.x / WARP / 4 / Groups, group = threadIdx.x / WARP / 4 % Groups;
+  int block, first;  // first: row of w in a tile
+  Tile x, w;
+
+  __device__ __forceinline__ explicit Warpgroup(const Ring& ring)
+      : block(threadIdx.x / WARP / 4 / Groups), first(threadIdx.x / WARP / 4 % Groups * OWN),
+        x(ring.x(0) + block * 64 * ROW_BYTES), w(ring.w(0) + first * ROW_BYTES) {}
 
   __device__ __forceinline__ int row() const { return 64 * block + threadIdx.x / WARP % 4 * 16; }  // of the warp
-  __device__ __forceinline__ Tile x(const Ring& ring, int place, int part = 0) const {
-    return Tile(ring.x(place) + part * X_TILE + block * 64 * ROW_BYTES);
-  }
-  __device__ __forceinline__ Tile w(const Ring& ring, int place) const {
-    return Tile(ring.w(place) + group * OWN * ROW_BYTES);
-  }
 };
 
 // sum = x w^T over chunks begin .. end - 1, one at least, of bf16 w.
@@ -119,7 +118,7 @@ __device__ __forceinline__ void sum_up(
   int held = 0;
   for (int chunk = begin; chunk < end; chunk++, turn.advance()) {
     wait(ring.full[turn.place], turn.parity);
-    const Tile x = own.x(ring, turn.place), w = own.w(ring, turn.place);
+    const Tile x = own.x.behind(turn.place * PLACE), w = own.w.behind(turn.place * PLACE);
     wgmma_begin();
 #pragma unroll
     for (int i = 0; i < 4; i++) wgmma(sum, x, w, i, i || chunk > begin);
@@ -169,14 +168,15 @@ __device__ __forceinline__ void sum_up_scaled(
       near[i] = scales.near[i][chunk], far[i] = scales.far[i][chunk], unit_of[i] = inverse[i][chunk * Pad];
     }
     wait(ring.full[turn.place], turn.parity);
-    const Tile w = own.w(ring, turn.place);
+    const Tile w = own.w.behind(turn.place * PLACE);
 #pragma unroll
     for (int part = 0; part < 2; part += AT_ONCE) {
       float block[AT_ONCE][S];
       wgmma_begin();
 #pragma unroll
       for (int i = 0; i < 4 * AT_ONCE; i++) {
-        wgmma_e4m3(block[i / 4], own.x(ring, turn.place, part + i / 4), w, i % 4, i % 4);
+        const Tile x = own.x.behind(turn.place * PLACE + (part + i / 4) * X_TILE);
+        wgmma_e4m3(block[i / 4], x, w, i % 4, i % 4);
       }
       wgmma_end();
       wgmma_wait<0>();
@@ -463,8 +463,7 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
   if (HUNGRY) more_registers<232>();
   after_previous();
   const Results results{out, more, use, allowed, largest, w_tiles, Width, More};
-  const Warpgroup own;
-  const int first = own.group * OWN;  // row of w in a tile
+  const Warpgroup own(ring);
   Turn turn{Depth};
   for (int next = blockIdx.x; next < units.count; next += gridDim.x) {
     const Unit unit = units[next];
@@ -482,7 +481,7 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
       } else {
         const int low = row + lane / 4;
         const float* const units_of[2] = {inverse + min(low, R - 1), inverse + min(low + 8, R - 1)};
-        const Scales scales(scale, unit.tile * RESULTS + first / HALVES, Width, chunks);
+        const Scales scales(scale, unit.tile * RESULTS + own.first / HALVES, Width, chunks);
         sum_up_scaled(sum, own, scales, units_of, Pad, begin, end, ring, turn);
       }
       if (unit.first == 0) {
@@ -494,7 +493,7 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
     }
     if (row >= R) continue;
     if (unit.tile < Whole || Parts == 1) {
-      results.put(total, unit.tile, row, R, first, first + OWN);
+      results.put(total, unit.tile, row, R, own.first, own.first + OWN);
       continue;
     }
     if (unit.first == 0) keep(total, mine);
@@ -504,7 +503,7 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
     for (int n = rank * QUADS / Ranks; rank >= 0 && n < last; n += TOGETHER) {
       float some[4 * TOGETHER];
       add_kept(some, mine + n * WARP, kept, last - n);
-      results.put(some, unit.tile, row, R, first + 8 * n, first + 8 * last);
+      results.put(some, unit.tile, row, R, own.first + 8 * n, own.first + 8 * last);
     }
   }
 }

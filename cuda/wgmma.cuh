@@ -42,6 +42,13 @@ struct Tile {
 
   __device__ __forceinline__ explicit Tile(const void* p, int apart = 1024)
       : bits((unsigned long long)(shared_address(p) >> 4) | 1ull << 16 | (apart >> 4) * (1ull << 32) | 1ull << 62) {}
+
+  // The tile so many bytes, a multiple of 16, behind this one. The address is in the lower word, so nothing is carried.
+  __device__ __forceinline__ Tile behind(int bytes) const {
+    Tile tile = *this;
+    tile.bits = (bits >> 32) << 32 | (unsigned(bits) + unsigned(bytes >> 4));
+    return tile;
+  }
 };
 
 // What makes these numbers stays before the next wgmma_begin(). Where the compiler puts it behind, it has to begin again,
@@ -88,7 +95,7 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("{.reg .pred add;\n setp.ne.b32 add, %" #P2 ", 0;\n"                                                 \
                  "wgmma.mma_async.sync.aligned.m64n" #N TYPES " {" D "}, %" #P0 ", %" #P1 ", add, 1, 1" PLAIN ";}"    \
                  : __VA_ARGS__                                                                                        \
-                 : "l"(a.bits + 2 * step), "l"(b.bits + 2 * step), "r"(add));                                         \
+                 : "l"(a.behind(32 * step).bits), "l"(b.behind(32 * step).bits), "r"(add));                                         \
   }
 #define PRODUCTS_BF16(N, D, P0, P1, P2, ...) \
   PRODUCTS(wgmma, N, "k16.f32.bf16.bf16", D, P0, P1, P2, ", 0, 0", __VA_ARGS__)

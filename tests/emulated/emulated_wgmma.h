@@ -8,6 +8,8 @@ struct Tile {
   int apart;  // bytes from eight rows to the next eight
 
   explicit Tile(const void* p, int apart = 1024) : at(static_cast<const char*>(p)), apart(apart) {}
+
+  Tile behind(int bytes) const { return Tile(at + bytes, apart); }
 };
 
 template <int N>
