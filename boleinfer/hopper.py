@@ -16,6 +16,7 @@ RANGES = 8  # of k, as in the kernel
 LONG, SHORT = 200 * 1024, 106 * 1024  # bytes of a ring; two blocks with SHORT ones fit on a multiprocessor
 LONG_FROM = 384 * 1024  # bytes that a block reads from which it has a LONG one
 MOST_DEPTH = 40  # places of a ring
+UNDER_WAY = 80 * 1024  # bytes of a block's w that are on their way at the same time when its ring is filled
 MOST_PROCESSORS = 144  # of a GPU of this architecture
 FOURS = 120  # blocks in clusters of four that an H200 runs at once
 WIDTHS = (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192)  # rows of w in a tile
@@ -156,6 +157,7 @@ def product(
     sizes["Pad"] = 0 if inverse is None else inverse.shape[1]
     sizes |= {"More": 0 if w_more is None else len(w_more), "Whole": c.whole, "Parts": c.parts, "Cluster": c.cluster}
     sizes |= {"Ranks": c.ranks(rows) if device.blocks_together() >= processors else 1, "Depth": depth}
+    sizes["AtOnce"] = max(1, UNDER_WAY // (128 * c.features))
     sizes |= {"Sums": 0 if sums is None else sums.size, "Tickets": 0 if tickets is None else tickets.size}
     tile: dict[str, int | str] = {"Rows": rows, "Features": c.features, "Groups": c.groups(rows), "Gated": int(gated)}
     kernels.launch(

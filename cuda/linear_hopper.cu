@@ -19,7 +19,8 @@
 // grid: one block a multiprocessor, at most; a block takes every gridDim.x-th unit. block: Groups warpgroups that share the
 // features, for each 64 rows of x, and one that asks, the first thread of a warp for tiles of w, that of the next for x, and in
 // clusters that of a third tells the other blocks as soon as a place is empty: their x may come then.
-// Depth places of a ring hold a chunk of w and x; it is filled with w before x is there.
+// Depth places of a ring hold a chunk of w and x; it is filled with w before x is there, no more than AtOnce chunks on their way
+// at the same time: x comes through the same queues.
 // shared: 1 KB + Depth * 128 bytes * (Features + Rows, twice for FP8) + what 64 rows of x are more than the last place has.
 // Read twice: x, by every cluster (L2), w by every tile of rows.
 //
@@ -68,22 +69,28 @@ struct Units {
   }
 };
 
-// A place of the ring, and the parity of its turn.
+// A place of the ring, the parity of its turn, and whether it is the first.
 struct Turn {
   int depth, place = 0, parity = 0;
+  bool first = true;
 
   __device__ __forceinline__ void advance() {
-    if (++place == depth) place = 0, parity ^= 1;
+    if (++place == depth) place = 0, parity ^= 1, first = false;
   }
 };
 
-// Chunks of x and w on their way from the warps that ask for them to those that multiply.
+// Chunks of x and w on their way from the warps that ask for them to those that multiply. The first w of a place counts at
+// `loaded`, so that it is known when it is there, all others at `full`, as x does.
 struct Ring {
   char* places;
-  Barrier *full, *empty;
+  Barrier *full, *empty, *loaded;
 
   __device__ __forceinline__ char* x(int place) const { return places + place * PLACE; }
   __device__ __forceinline__ char* w(int place) const { return x(place) + X_BYTES; }
+  __device__ __forceinline__ void wait_for(const Turn& turn) const {
+    wait(full[turn.place], turn.parity);
+    if (turn.first) wait(loaded[turn.place], 0);
+  }
 };
 
 // ask(unit, chunk, turn) for all chunks of the block's units in order, each as soon as its place is empty.
@@ -117,7 +124,7 @@ __device__ __forceinline__ void sum_up(
   const int lane = threadIdx.x % WARP;
   int held = 0;
   for (int chunk = begin; chunk < end; chunk++, turn.advance()) {
-    wait(ring.full[turn.place], turn.parity);
+    ring.wait_for(turn);
     const Tile x = own.x.behind(turn.place * PLACE), w = own.w.behind(turn.place * PLACE);
     wgmma_begin();
 #pragma unroll
@@ -167,7 +174,7 @@ __device__ __forceinline__ void sum_up_scaled(
     for (int i = 0; i < 2; i++) {
       near[i] = scales.near[i][chunk], far[i] = scales.far[i][chunk], unit_of[i] = inverse[i][chunk * Pad];
     }
-    wait(ring.full[turn.place], turn.parity);
+    ring.wait_for(turn);
     const Tile w = own.w.behind(turn.place * PLACE);
 #pragma unroll
     for (int part = 0; part < 2; part += AT_ONCE) {
@@ -392,12 +399,13 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
     int Cluster,
     int Ranks,
     int Depth,
+    int AtOnce,
     int Sums,
     int Tickets)
 {
   extern __shared__ uint4 dynamic[];
-  __shared__ Barrier full[MOST], empty[MOST], room[MOST];  // room: in all blocks of the cluster
-  const Ring ring{reinterpret_cast<char*>(((unsigned long long)dynamic + 1023) / 1024 * 1024), full, empty};
+  __shared__ Barrier full[MOST], empty[MOST], loaded[MOST], room[MOST];  // room: in all blocks of the cluster
+  const Ring ring{reinterpret_cast<char*>(((unsigned long long)dynamic + 1023) / 1024 * 1024), full, empty, loaded};
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int chunks = (Din + K - 1) / K, row_tiles = (R + Rows - 1) / Rows;
   const int w_tiles = (Width + RESULTS - 1) / RESULTS;
@@ -406,7 +414,8 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < Depth; i++) {
-      make_barrier(full[i], 2), make_barrier(empty[i], WARPS), make_barrier(room[i], Cluster);
+      make_barrier(full[i], 2), make_barrier(empty[i], WARPS);
+      make_barrier(loaded[i], 1), make_barrier(room[i], Cluster);
     }
     barriers_made();
   }
@@ -420,7 +429,9 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
     prefetch_map(w);
     const unsigned long long policy = row_tiles == 1 ? ONCE : KEPT;
     fill(units, chunks, ring, Depth, [&](const Unit& unit, int chunk, const Turn& turn) {
-      Barrier& here = full[turn.place];
+      if (turn.first && turn.place >= AtOnce) wait(loaded[turn.place - AtOnce], 0);
+      if (turn.first) arrive(full[turn.place]);
+      Barrier& here = turn.first ? loaded[turn.place] : full[turn.place];
       arrive_expecting(here, W_BYTES);
       if (unit.tile < w_tiles || More == 0) {
         load_tile(ring.w(turn.place), w, here, chunk * K, 0, unit.tile * RESULTS, policy);

@@ -129,6 +129,8 @@ def test_neither_stages_nor_kernels_change_the_bits(gpu, family, kind, monkeypat
         for nbytes in (32 * 1024, 200 * 1024):
             monkeypatch.setattr(hopper, "SHORT", nbytes)
             np.testing.assert_array_equal(got(x, w), first)
+        monkeypatch.setattr(hopper, "UNDER_WAY", 0)
+        np.testing.assert_array_equal(got(x, w), first)
         return
     for nbytes in (99 * 1024, 163 * 1024):
         monkeypatch.setattr(device, "shared_bytes", lambda nbytes=nbytes: nbytes)
