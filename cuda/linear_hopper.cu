@@ -25,7 +25,6 @@
 // Read twice: x, by every cluster (L2), w by every tile of rows.
 //
 // arch: 90a
-// spills: of 128 rows and the largest alone a number or two, once a tile, outside the loops
 // sizes: Wt=bf16 Out=bf16 Rows=8,64 Features=32 Groups=1 Gated=0 | Wt=bf16 Out=bf16 Rows=32 Features=80,96 Groups=1 Gated=0 | Wt=bf16 Out=bf16 Rows=128 Features=40,112,160 Groups=1 Gated=0 | Wt=bf16 Out=float Rows=16 Features=192 Groups=2 Gated=0 | Wt=bf16 Out=float Rows=128 Features=192 Groups=1 Gated=0 | Wt=bf16 Out=bf16 Rows=16,64 Features=192 Groups=2 Gated=1 | Wt=bf16 Out=bf16 Rows=128 Features=192 Groups=1 Gated=1 | Wt=fp8 Out=bf16 Rows=16,64 Features=192 Groups=2 Gated=0 | Wt=fp8 Out=bf16 Rows=64 Features=192 Groups=2 Gated=1
 #include "arrival.cuh"
 #include "largest.cuh"
@@ -111,8 +110,8 @@ struct Warpgroup {
   int block, first;  // first: row of w in a tile
   Tile x, w;
 
-  __device__ __forceinline__ explicit Warpgroup(const Ring& ring)
-      : block(threadIdx.x / WARP / 4 / Groups), first(threadIdx.x / WARP / 4 % Groups * OWN),
+  __device__ __forceinline__ Warpgroup(const Ring& ring, int warp)
+      : block(warp / 4 / Groups), first(warp / 4 % Groups * OWN),
         x(ring.x(0) + block * 64 * ROW_BYTES), w(ring.w(0) + first * ROW_BYTES) {}
 
   __device__ __forceinline__ int row() const { return 64 * block + threadIdx.x / WARP % 4 * 16; }  // of the warp
@@ -405,8 +404,8 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
 {
   extern __shared__ uint4 dynamic[];
   __shared__ Barrier full[MOST], empty[MOST], loaded[MOST], room[MOST];  // room: in all blocks of the cluster
-  const Ring ring{reinterpret_cast<char*>(((unsigned long long)dynamic + 1023) / 1024 * 1024), full, empty, loaded};
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const Ring ring{reinterpret_cast<char*>(dynamic) + -(unsigned long long)dynamic % 1024, full, empty, loaded};
+  const int lane = threadIdx.x % WARP, warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0);  // the same in a warp
   const int chunks = (Din + K - 1) / K, row_tiles = (R + Rows - 1) / Rows;
   const int w_tiles = (Width + RESULTS - 1) / RESULTS;
   const int tiles = (w_tiles + (More + RESULTS - 1) / RESULTS + Cluster - 1) / Cluster * Cluster;  // the last may be empty
@@ -444,10 +443,12 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
   if (warp == WARPS + 1) {
     if (lane) return;
     prefetch_map(x);
-    after_previous();
+    bool first = true;
     const int own = Cluster > 1 ? cluster_rank() * (Rows / Cluster) : 0;  // rows from here on are for all to load
     fill(units, chunks, ring, Depth, [&](const Unit& unit, int chunk, const Turn& turn) {
       Barrier& here = full[turn.place];
+      if (first) after_previous();  // here, since the first unit takes some divisions
+      first = false;
       if (Cluster > 1) wait(room[turn.place], turn.parity);
       arrive_expecting(here, X_BYTES);
 #pragma unroll
@@ -474,7 +475,7 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
   if (HUNGRY) more_registers<232>();
   after_previous();
   const Results results{out, more, use, allowed, largest, w_tiles, Width, More};
-  const Warpgroup own(ring);
+  const Warpgroup own(ring, warp);
   Turn turn{Depth};
   for (int next = blockIdx.x; next < units.count; next += gridDim.x) {
     const Unit unit = units[next];
