@@ -1,19 +1,28 @@
-"""Products with FP8 weights on sm_90a: rows split into E4M3 numbers, and the product of few (cuda/linear_fp8.cu)."""
+"""Products with FP8 weights on sm_90a: rows split into E4M3 numbers, the product of few (cuda/linear_fp8.cu), and of
+one row, which it splits itself (cuda/linear_fp8_row.cu)."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
 from boleinfer import device, hopper, kernels
 from boleinfer.device import Array, Fp8, Split
+from boleinfer.whole import Norm
 
-FILE = "linear_fp8.cu"
+FILE, ROW_FILE = "linear_fp8.cu", "linear_fp8_row.cu"
 MOST_ROWS = 8
 RANGES = 8  # of k
 MOST_FEATURES, MOST_TALL = 256, 272  # of a tile; rows of w in it
 RING = 200 * 1024  # bytes
 MOST_PLACES = 64
 SCALED = 128  # neighbours that share a scale
+MOST_WIDE, MOST_NORMED = 20480, 8192  # k of one row, and of one that is normed
+UNDER_WAY = 96 * 1024  # bytes of its product's w on their way before x is there
+EVEN = 0.9  # share of the places that four warpgroups may leave of those that two have
+ALONE, BESIDE = 225 * 1024, 208 * 1024  # shared memory of a block, and of one beside which the next kernel may begin
+LOW = 32  # rows of w in a tile up to which two ranges share a place
 
 
 def tile(width: int, slabs: int, processors: int) -> int:
@@ -24,6 +33,12 @@ def tile(width: int, slabs: int, processors: int) -> int:
         if features <= MOST_FEATURES and slabs * features <= MOST_TALL:
             return features
         rounds += 1
+
+
+def _beside(features: int, slabs: int, R: int, Din: int) -> int:
+    """Bytes of shared memory for a tile's sums of all ranges and its scales."""
+    blocks = (features + SCALED - 2) // SCALED + 1
+    return 4 * slabs * (RANGES * R * features + blocks * -(-Din // SCALED))
 
 
 def product(
@@ -37,8 +52,8 @@ def product(
     More, processors = 0 if w_more is None else len(w_more), device.multiprocessors()
     features = tile(Dout // slabs, slabs, processors)
     groups = 4 if slabs * features <= 64 else 2
-    place, sums = 128 * (slabs * features + 16) + 32, 4 * RANGES * R * slabs * features
-    depth = max(2, min((RING - sums) // place // groups, MOST_PLACES // groups, -(-Din // 128 // groups)))
+    place, beside = 128 * (slabs * features + 16) + 32, _beside(features, slabs, R, Din)
+    depth = max(2, min((RING - beside) // place // groups, MOST_PLACES // groups, -(-Din // 128 // groups)))
     tiles = -(-Dout // slabs // features) + -(-More // (-(-features // 16) * 8))
     sizes = {"R": R, "Pad": x.inverse.shape[1], "Din": Din, "Dout": Dout, "More": More, "Depth": depth}
     args = {"w": w.bits, "w_more": w_more, "x": x.parts, "x_more": None if w_more is None else x.rows}
@@ -49,15 +64,59 @@ def product(
         min(processors, tiles),
         192 * groups,
         args,
-        shared=1024 + groups * depth * place + max(sums, 8192 - place),
+        shared=1024 + groups * depth * place + max(beside, 8192 - place),
         constants={"Wt": "fp8", "Out": device.c_type(out), "Features": features, "Groups": groups, "Gated": int(gated)},
+    )
+
+
+def takes_row(R: int, Din: int) -> bool:
+    """Whether `product_of_row` can be called with x [R, Din]."""
+    return R == 1 and Din <= MOST_WIDE and Din % 16 == 0 and kernels.runs_here(ROW_FILE)
+
+
+def product_of_row(
+    x: Array | Norm, w: Fp8, out: Array, gated: bool = False, w_more: Array | None = None, more: Array | None = None
+) -> None:
+    """`product` of split_rows(x), of bf16 x [1, Din], in one launch.
+
+    x may be a Norm of at most MOST_NORMED numbers, a multiple of 256, which is computed in the same launch."""
+    norm = x if isinstance(x, Norm) else None
+    row = x.stream if isinstance(x, Norm) else x
+    Din, Dout, slabs, processors = row.shape[1], len(w.bits), 1 + gated, device.multiprocessors()
+    More, chunks = 0 if w_more is None else len(w_more), -(-Din // SCALED)
+    features = tile(Dout // slabs, slabs, processors)
+    tall, together = slabs * features, 2 if slabs * features <= LOW else 1  # ranges that share a place
+    place = 128 * (2 * LOW if together == 2 else tall)
+    x_bytes = (2 * SCALED * chunks + 128) * (1 + (More > 0))
+    beside = 1024 + x_bytes + 4 * chunks + _beside(features, slabs, 1, Din)
+    places = ((ALONE if gated else BESIDE) - beside) // place
+    groups = 4 if places >= 8 and places // 4 * 4 >= EVEN * (places // 2 * 2) else 2
+    each = -(-chunks // RANGES) * (RANGES // groups) // together  # places that a warpgroup fills for a tile
+    depth = max(1, min(places // groups, MOST_PLACES // groups, each))
+    args: dict[str, Any] = {"w": w.bits, "w_more": w_more, "x": row, "scale": w.scale, "out": out, "more": more}
+    args |= {"added": norm and norm.added, "sum": norm and norm.sum, "gain": norm and norm.gain}
+    args |= {"eps": norm.eps if norm else 0.0, "Din": Din, "Dout": Dout, "More": More, "Depth": depth}
+    args["AtOnce"] = max(1, UNDER_WAY // (groups * place))
+    shape: dict[str, int | str] = {
+        "Features": features,
+        "Groups": groups,
+        "Eights": -(-chunks * SCALED // (1024 * groups)),
+    }
+    kernels.launch(
+        ROW_FILE,
+        "linear_fp8_row",
+        min(processors, -(-Dout // slabs // features) + -(-More // (-(-features // 16) * 8))),
+        160 * groups,
+        args,
+        shared=groups * depth * place + max(beside, 1024 + 64 * 128),
+        constants={"Out": device.c_type(out), **shape, "Normed": int(norm is not None), "Gated": int(gated)},
     )
 
 
 def splits(x: Array, w: Array | Fp8) -> bool:
     """Whether products of rows such as x with w are of split ones."""
     fp8 = isinstance(w, Fp8) and device.on_gpu(x) and device.c_type(x) == "bf16" and len(x) > 0
-    return fp8 and w.bits.shape[1] % 16 == 0 and kernels.runs_here(hopper.FILE)
+    return fp8 and w.bits.shape[1] % 16 == 0 and kernels.runs_here(hopper.FILE) and not takes_row(*x.shape)
 
 
 def split_rows(x: Array) -> Split:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from boleinfer import device, kernels, whole
+from boleinfer import device, hopper_fp8, kernels, whole
 from boleinfer.device import Array, Fp8, Split
 from boleinfer.ops.linear import gated_linear, linear, linear_pair, splits
 from boleinfer.ops.norms import add_rms_norm, rms_norm
@@ -35,8 +35,8 @@ def normed(r: Residual) -> tuple[Array, Array]:
 def norm_linear(r: Residual, w: Array | Fp8, dtype: Any = None) -> tuple[Array, Array]:
     """linear(x, w, dtype) [R, Dout] and the sum."""
     if (x := _in_one_launch(r, w)) is not None:
-        out = device.empty((len(r.stream), len(w)), r.stream.dtype if dtype is None else dtype)
-        whole.product(x, w, out)
+        out = device.empty((len(r.stream), _features(w)), r.stream.dtype if dtype is None else dtype)
+        _product(x, w, out)
         return out, x.sum
     y, stream = _normed_for(w, r)
     return linear(y, w, dtype), stream
@@ -45,8 +45,8 @@ def norm_linear(r: Residual, w: Array | Fp8, dtype: Any = None) -> tuple[Array, 
 def norm_gated_linear(r: Residual, w: Array | Fp8) -> tuple[Array, Array]:
     """gated_linear(x, w) [R, F] and the sum."""
     if (x := _in_one_launch(r, w)) is not None:
-        out = device.empty((len(r.stream), len(w) // 2), r.stream.dtype)
-        whole.product(x, w, out, gated=True)
+        out = device.empty((len(r.stream), _features(w) // 2), r.stream.dtype)
+        _product(x, w, out, gated=True)
         return out, x.sum
     y, stream = _normed_for(w, r)
     return gated_linear(y, w), stream
@@ -56,21 +56,41 @@ def norm_linear_pair(r: Residual, w: Array | Fp8, more: Array | Fp8) -> tuple[tu
     """linear_pair(x, w, more) and the sum."""
     if (x := _in_one_launch(r, w, more)) is not None:
         R = len(r.stream)
-        out, second = device.empty((R, len(w)), r.stream.dtype), device.empty((R, len(more)), np.float32)
-        whole.product(x, w, out, w_more=more, more=second)
+        out, second = device.empty((R, _features(w)), r.stream.dtype), device.empty((R, len(more)), np.float32)
+        _product(x, w, out, w_more=more, more=second)
         return (out, second), x.sum
     y, stream = _normed_for(w, r, rows=True)
     return linear_pair(y, w, more), stream
 
 
-def _in_one_launch(r: Residual, *matrices: Array | Fp8) -> whole.Norm | None:
-    """What whole.product makes x of, where it is quicker than two launches; the same bits."""
+def _in_one_launch(r: Residual, w: Array | Fp8, more: Array | Fp8 | None = None) -> whole.Norm | None:
+    """What a product makes x of, where it is quicker than two launches; the same bits."""
     R, D = r.stream.shape
-    bf16 = device.on_gpu(r.stream) and all(not isinstance(w, Fp8) and device.c_type(w) == "bf16" for w in matrices)
-    if not bf16 or R != 1 or D > whole.MOST_NORMED or not whole.takes(R, D):
+    plain = [m for m in (w, more) if m is not None and not isinstance(m, Fp8)]
+    bf16 = device.on_gpu(r.stream) and all(device.c_type(m) == "bf16" for m in (r.stream, *plain))
+    if not bf16 or R != 1 or isinstance(more, Fp8):
+        return None
+    if isinstance(w, Fp8):
+        fits = r.added is not None and D % WARP_WIDTH == 0 and D <= hopper_fp8.MOST_NORMED
+        takes = fits and hopper_fp8.takes_row(R, D)
+    else:
+        takes = D <= whole.MOST_NORMED and whole.takes(R, D)
+    if not takes:
         return None
     total = r.stream if r.added is None else device.empty((R, D), r.stream.dtype)
     return whole.Norm(r.stream, r.added, r.norm, r.eps, total)
+
+
+def _features(w: Array | Fp8) -> int:
+    return len(w.bits) if isinstance(w, Fp8) else len(w)
+
+
+def _product(x: whole.Norm, w: Array | Fp8, out: Array, **more: Any) -> None:
+    """The product of the type of w."""
+    if isinstance(w, Fp8):
+        hopper_fp8.product_of_row(x, w, out, **more)
+    else:
+        whole.product(x, w, out, **more)
 
 
 WARP_WIDTH, MOST_WIDTH = 256, 8192  # numbers of a warp, and of a block, that norms a row

@@ -42,21 +42,7 @@ __device__ __forceinline__ float rise(float& m, float other) {
 
 constexpr int GROUPS = Rows == 128 || (Rows == 64 && Dh > 64) ? 2 : 1, WARPS = 4 * GROUPS;  // that multiply
 
-// A barrier of the threads that multiply: the hardware's number 1, on the emulator one in memory.
-struct Meeting {
-  Barrier& barrier;
-  int parity = 0;
-
-  __device__ __forceinline__ void operator()() {
-#ifdef EMULATED
-    arrive(barrier);
-    wait(barrier, parity);
-    parity ^= 1;
-#else
-    asm volatile("barrier.sync 1, %0;" ::"n"(WARP * WARPS) : "memory");
-#endif
-  }
-};
+using Meeting = MeetingOf<WARP * WARPS>;  // of the threads that multiply
 
 // Of the bf16 weights of 16 queries and 16 slots, one of A's fragments, the sums are added to l.
 __device__ __forceinline__ void add_weights(float (&l)[4], const unsigned (&p)[4]) {

@@ -15,26 +15,12 @@
 // arch: 90a
 // sizes: Wt=fp8 Out=bf16 Features=16,40,64 Groups=4 Gated=0 | Wt=fp8 Out=bf16 Features=96,256 Groups=2 Gated=0 | Wt=fp8 Out=bf16 Features=96,136 Groups=2 Gated=1
 #include "bulk.cuh"
-#include "ranges.cuh"
+#include "linear_fp8.cuh"
 #include "wgmma.cuh"
 
-constexpr int ROWS = 8, ROW_BYTES = 128;                  // of a tile of x; of a row in shared memory
-constexpr int OWN = RANGES / Groups, WARPS = 4 * Groups;  // ranges of a warpgroup; warps that multiply
-constexpr int SCALED = 128;                               // features, and k, of one FP8 scale
-constexpr int SLABS = 1 + Gated, TALL = SLABS * Features, TILES = (TALL + 63) / 64;  // rows of w in a tile; 64s of them
-constexpr int MORE_TALL = (Features / 2 + 7) / 8 * 8;                                // rows of w_more
+constexpr int ROWS = 8;  // of a tile of x
 constexpr int W_BYTES = TALL * ROW_BYTES, X_TILE = ROWS * ROW_BYTES, PLACE = W_BYTES + 2 * X_TILE;
 constexpr int UNIT_BYTES = 4 * ROWS;  // of 1 / s of a chunk of x
-constexpr int MOST = 64;              // places
-
-// A place of a ring, and the parity of its turn.
-struct Turn {
-  int place = 0, parity = 0;
-
-  __device__ __forceinline__ void advance(int depth) {
-    if (++place == depth) place = 0, parity ^= 1;
-  }
-};
 
 // Chunks of x and w on their way from the warps that ask for them to the warpgroups.
 struct Ring {
@@ -53,6 +39,7 @@ __device__ __forceinline__ void fill(int group, int tiles, Chunks chunks_of, con
   Turn turn;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const int chunks = chunks_of(tile), end = range_start((group + 1) * OWN, chunks);
+#pragma unroll 1
     for (int chunk = range_start(group * OWN, chunks); chunk < end; chunk++, turn.advance(depth)) {
       wait(ring.empty[turn.place], turn.parity ^ 1);
       ask(tile, chunk, turn.place);
@@ -60,17 +47,15 @@ __device__ __forceinline__ void fill(int group, int tiles, Chunks chunks_of, con
   }
 }
 
-// Where the t-th 64 of so many rows of w in a tile begin: the last 64 are whole, if there are as many.
-__device__ __forceinline__ int start_of(int t, int tall) { return min(64 * t, max(tall - 64, 0)); }
-
 // sum += the range's bf16 products of w_more.
 __device__ __forceinline__ void multiply(float (&sum)[TILES][4], int chunks, const Ring& ring, int depth, Turn& turn) {
+#pragma unroll 1
   for (int i = 0; i < chunks; i++, turn.advance(depth)) {
     const int place = turn.place;
     wait(ring.full[place], turn.parity);
     wgmma_begin();
 #pragma unroll
-    for (int p = 0; p < (MORE_TALL + 63) / 64 * 4; p++) {
+    for (int p = 0; p < 4 * MORE_TILES; p++) {
       wgmma(sum[p / 4], Tile(ring.w(place) + start_of(p / 4, MORE_TALL) * ROW_BYTES), Tile(ring.x(place)), p % 4);
     }
     wgmma_end();
@@ -97,9 +82,9 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2 * Groups), 1) lin
 {
   extern __shared__ uint4 dynamic[];
   __shared__ Barrier full[MOST], empty[MOST], met;
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, asking = warp - WARPS;
+  const int lane = threadIdx.x % WARP, warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), asking = warp - WARPS;
   const int group = asking < 0 ? warp / 4 : asking % Groups, first = group * Depth;
-  char* const places = reinterpret_cast<char*>(((unsigned long long)dynamic + 1023) / 1024 * 1024);
+  char* const places = reinterpret_cast<char*>(dynamic) + -(unsigned long long)dynamic % 1024;
   char* const units = places + Groups * Depth * PLACE;
   float* const sums = reinterpret_cast<float*>(units + Groups * Depth * UNIT_BYTES);  // [RANGES, R, TALL]
   const Ring ring{places + first * PLACE, units + first * UNIT_BYTES, full + first, empty + first};
@@ -107,10 +92,11 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2 * Groups), 1) lin
   const int tiles = w_tiles + (More + MORE_TALL - 1) / MORE_TALL;
   const int chunks = (Din + SCALED - 1) / SCALED, more_chunks = (Din + 63) / 64;
   const auto chunks_of = [&](int tile) { return tile < w_tiles ? chunks : more_chunks; };
+  const Scales scales{sums + RANGES * R * TALL, chunks, width, Dout};
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < Groups * Depth; i++) make_barrier(full[i], 2), make_barrier(empty[i], 4);
-    make_barrier(met, WARPS * WARP);
+    make_barrier(met, THREADS);
     barriers_made();
   }
   __syncthreads();
@@ -153,47 +139,40 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2 * Groups), 1) lin
   }
 
   const int own = warp % 4 * 16 + lane / 4;  // of 64 rows of w; and 8 behind it
+  MeetingOf<THREADS> meet{met};
+  if (blockIdx.x < w_tiles) scales.load(scale, blockIdx.x);
+  meet();
+  after_previous();
   Turn turn;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    // w's scales, read a chunk ahead
-    int block[TILES][2];
+    const float* at[TILES][2];
 #pragma unroll
-    for (int i = 0; i < 2 * TILES; i++) {
-      const int row = min(start_of(i / 2, TALL) + own + i % 2 * 8, TALL - 1);
-      const int feature = min(row / Features * width + tile * Features + row % Features, Dout - 1);
-      block[i / 2][i % 2] = feature / SCALED * chunks;
-    }
-    float next[TILES][2];
-    const auto read_scales = [&](int chunk) {
-#pragma unroll
-      for (int i = 0; i < 2 * TILES; i++) next[i / 2][i % 2] = scale[block[i / 2][i % 2] + min(chunk, chunks - 1)];
-    };
-    read_scales(range_start(group * OWN, chunks));
-    if (tile == blockIdx.x) after_previous();
+    for (int i = 0; i < 2 * TILES; i++) at[i / 2][i % 2] = scales.of(tile, start_of(i / 2, TALL) + own + i % 2 * 8);
 
     const int all = chunks_of(tile);
+#pragma unroll 1
     for (int r = group * OWN; r < (group + 1) * OWN; r++) {
       float sum[TILES][4] = {};
       const int begin = range_start(r, all), end = range_start(r + 1, all);
       if (!Gated && tile >= w_tiles) {
         multiply(sum, end - begin, ring, Depth, turn);
       } else {
+#pragma unroll 1
         for (int chunk = begin; chunk < end; chunk++, turn.advance(Depth)) {
           const int place = turn.place;
-          float factor[TILES][2];
-#pragma unroll
-          for (int i = 0; i < 2 * TILES; i++) factor[i / 2][i % 2] = next[i / 2][i % 2];
-          read_scales(chunk + 1);
           wait(ring.full[place], turn.parity);
-          const float2 unit = *reinterpret_cast<const float2*>(ring.unit(place) + 8 * (lane % 4));
           float part[TILES][8];  // hi, lo
           wgmma_begin();
 #pragma unroll
           for (int i = 0; i < TILES * 4; i++) {
-            wgmma_e4m3(part[i / 4], Tile(ring.w(place) + start_of(i / 4, TALL) * ROW_BYTES), Tile(ring.x(place)), i % 4,
-                       i % 4);
+            const int t = i % TILES, step = i / TILES;
+            wgmma_e4m3(part[t], Tile(ring.w(place) + start_of(t, TALL) * ROW_BYTES), Tile(ring.x(place)), step, step);
           }
           wgmma_end();
+          const float2 unit = *reinterpret_cast<const float2*>(ring.unit(place) + 8 * (lane % 4));
+          float factor[TILES][2];
+#pragma unroll
+          for (int i = 0; i < 2 * TILES; i++) factor[i / 2][i % 2] = at[i / 2][i % 2][chunk];
           wgmma_wait<0>();
           if (lane == 0) arrive(ring.empty[place]);
 #pragma unroll
@@ -212,31 +191,25 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2 * Groups), 1) lin
       }
     }
 
-    // the ranges' sums in order
-    arrive(met);
-    wait(met, 0);
-    const auto total = [&](int row, int feature) {
-      float y = 0.0f;
-#pragma unroll
-      for (int r = 0; r < RANGES; r++) y += sums[(r * R + row) * TALL + feature];
-      return y;
-    };
+    meet();
     const int wide = tile < w_tiles ? Features : MORE_TALL;
     for (int i = threadIdx.x; i < R * wide; i += WARPS * WARP) {
       const int row = i / wide, n = i % wide, feature = tile * Features + n;
       const int more_feature = (tile - w_tiles) * MORE_TALL + n;
+      const float* const from = sums + row * TALL + n;
       if (tile >= w_tiles) {
-        if (more_feature < More) more[(long long)row * More + more_feature] = total(row, n);
+        if (more_feature < More) more[(long long)row * More + more_feature] = total(from, R * TALL);
       } else if (feature < width) {
-        Out y = from_float<Out>(total(row, n));
+        Out y = from_float<Out>(total(from, R * TALL));
         if constexpr (Gated) {
-          y = from_float<Out>(silu(to_float(y)) * to_float(from_float<Out>(total(row, Features + n))));
+          y = from_float<Out>(silu(to_float(y)) * to_float(from_float<Out>(total(from + Features, R * TALL))));
         }
         out[(long long)row * width + feature] = y;
       }
     }
-    if (tile + gridDim.x >= tiles) return;
-    arrive(met);
-    wait(met, 1);
+    const int next = tile + gridDim.x;
+    if (next >= tiles) return;
+    if (next < w_tiles) scales.load(scale, next);
+    meet();
   }
 }

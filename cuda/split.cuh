@@ -6,38 +6,44 @@
 
 constexpr int SHARING = 128;  // neighbours with the same s
 
-// Rows that are split: hi of all R, then lo; 1 / s, NaN where x is not finite.
+// s x = hi + lo / 32 of N of those neighbours; the lanes next to this one have the others. By all lanes of a warp. Gives 1 / s,
+// NaN where one of the neighbours is not finite.
+template <int N>
+__device__ __forceinline__ float split(const Pack<bf16, N>& x, Pack<fp8, N>& hi, Pack<fp8, N>& lo) {
+  float wide[N];
+  unsigned most = 0;  // bits of the largest |x|
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    wide[i] = to_float(x.v[i]);
+    most = max(most, __float_as_uint(wide[i]) & 0x7fffffffu);
+  }
+#pragma unroll
+  for (int lane = SHARING / N / 2; lane > 0; lane /= 2) most = max(most, __shfl_xor_sync(ALL_LANES, most, lane));
+  const int exponent = max((int)(most >> 23), 8);
+  const float s = __int_as_float((261 - exponent) << 23);
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    hi.v[i] = from_float<fp8>(wide[i] * s);
+    lo.v[i] = from_float<fp8>((wide[i] * s - to_float(hi.v[i])) * 32);
+  }
+  return most >= 0x7f800000u ? nan() : __int_as_float((exponent - 7) << 23);
+}
+
+// Rows that are split: hi of all R, then lo; 1 / s.
 struct SplitRows {
   unsigned char* parts;  // [2 * R, Din]
   float* inverse;        // [Din / 128, Pad]
   int R, Din, Pad;
 
-  // x is N neighbours of `row` from k on; the lanes next to this one have the others that share s. By all lanes of a
-  // warp: those that have nothing to write bring zeros.
+  // x is N neighbours of `row` from k on, as for split; lanes that have nothing to write bring zeros.
   template <int N>
   __device__ __forceinline__ void write(const Pack<bf16, N>& x, int row, int k, bool has = true) const {
-    float wide[N];
-    unsigned most = 0;  // bits of the largest |x|
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-      wide[i] = to_float(x.v[i]);
-      most = max(most, __float_as_uint(wide[i]) & 0x7fffffffu);
-    }
-#pragma unroll
-    for (int lane = SHARING / N / 2; lane > 0; lane /= 2) most = max(most, __shfl_xor_sync(ALL_LANES, most, lane));
-    const int exponent = max((int)(most >> 23), 8);
-    const float s = __int_as_float((261 - exponent) << 23);
     Pack<fp8, N> hi, lo;
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-      hi.v[i] = from_float<fp8>(wide[i] * s);
-      lo.v[i] = from_float<fp8>((wide[i] * s - to_float(hi.v[i])) * 32);
-    }
+    const float unit = split(x, hi, lo);
     if (!has) return;
     unsigned char* to = parts + (long long)row * Din + k;
     memcpy(__builtin_assume_aligned(to, N), hi.v, N);
     memcpy(__builtin_assume_aligned(to + (long long)R * Din, N), lo.v, N);
-    if (k % SHARING) return;
-    inverse[k / SHARING * Pad + row] = most >= 0x7f800000u ? nan() : __int_as_float((exponent - 7) << 23);
+    if (k % SHARING == 0) inverse[k / SHARING * Pad + row] = unit;
   }
 };

@@ -94,7 +94,7 @@ __device__ __forceinline__ int cluster_rank() {
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-__device__ __forceinline__ void cluster_arrive() { 
+__device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
@@ -127,3 +127,20 @@ __device__ __forceinline__ void prefetch_map(const TensorMap<T>& map) {
 }
 
 #endif
+
+// A barrier of THREADS threads of a block, whole warps: the hardware's number 1, on the emulator one in memory.
+template <int THREADS>
+struct MeetingOf {
+  Barrier& barrier;
+  int parity = 0;
+
+  __device__ __forceinline__ void operator()() {
+#ifdef EMULATED
+    arrive(barrier);
+    wait(barrier, parity);
+    parity ^= 1;
+#else
+    asm volatile("barrier.sync 1, %0;" ::"n"(THREADS) : "memory");
+#endif
+  }
+};

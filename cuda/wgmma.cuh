@@ -49,6 +49,20 @@ struct Tile {
     tile.bits = (bits >> 32) << 32 | (unsigned(bits) + unsigned(bytes >> 4));
     return tile;
   }
+  __device__ __forceinline__ unsigned long long at(int step) const { return behind(32 * step).bits; }
+};
+
+// A row, or two whose 16-byte words are in turn, as the first of eight rows B; the others are what follows, and what they
+// give is to be left alone. APART: bytes from a row's word to its next one, in shared memory as they come; next_rows: from
+// these eight rows to the next eight.
+template <int APART>
+struct Words {
+  unsigned long long bits;
+
+  __device__ __forceinline__ explicit Words(const void* p, int next_rows = 0)
+      : bits((unsigned long long)(shared_address(p) >> 4) | (unsigned long long)(APART >> 4) << 16 |
+             (next_rows >> 4) * (1ull << 32)) {}
+  __device__ __forceinline__ unsigned long long at(int step) const { return bits + APART / 8 * step; }
 };
 
 // What makes these numbers stays before the next wgmma_begin(). Where the compiler puts it behind, it has to begin again,
@@ -91,11 +105,12 @@ __device__ __forceinline__ void wgmma_wait() {
 // N: rows of B; TYPES: k of a product and types; D: the numbers of d, then the numbers of the next operands, then those of
 // bf16 that say that neither is transposed, then the operands that d is.
 #define PRODUCTS(NAME, N, TYPES, D, P0, P1, P2, PLAIN, ...)                                                           \
-  __device__ __forceinline__ void NAME(float (&d)[N / 2], Tile a, Tile b, int step, int add = 1) {                    \
+  template <class B>                                                                                                  \
+  __device__ __forceinline__ void NAME(float (&d)[N / 2], Tile a, B b, int step, int add = 1) {                       \
     asm volatile("{.reg .pred add;\n setp.ne.b32 add, %" #P2 ", 0;\n"                                                 \
                  "wgmma.mma_async.sync.aligned.m64n" #N TYPES " {" D "}, %" #P0 ", %" #P1 ", add, 1, 1" PLAIN ";}"    \
                  : __VA_ARGS__                                                                                        \
-                 : "l"(a.behind(32 * step).bits), "l"(b.behind(32 * step).bits), "r"(add));                                         \
+                 : "l"(a.at(step)), "l"(b.at(step)), "r"(add));                                                      \
   }
 #define PRODUCTS_BF16(N, D, P0, P1, P2, ...) \
   PRODUCTS(wgmma, N, "k16.f32.bf16.bf16", D, P0, P1, P2, ", 0, 0", __VA_ARGS__)

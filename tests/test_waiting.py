@@ -24,6 +24,7 @@ WEIGHTS = {
     "linear_any.cu": {"w", "scale"},
     "linear_few.cu": {"w", "scale"},
     "linear_fp8.cu": {"scale"},
+    "linear_fp8_row.cu": {"gain", "scale"},
     "linear_hopper.cu": {"scale"},
     "linear_rows.cu": {"w", "scale"},
     "linear_tiles.cu": {"w", "scale"},

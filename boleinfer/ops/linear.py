@@ -176,7 +176,7 @@ def _linear_gpu(x: Array | Split, w: Array | Fp8, dtype: Any = None, gated: bool
     if not out.size or (many and not plain and scale is None and not gated and blas(x, bits, out)):
         return out
     if on_hopper:
-        _on_hopper(x, bits, out, gated=gated)
+        _on_hopper(x, w, out, gated=gated)
         return out
     Ldx = x.strides[0] // x.itemsize if R > 1 else Din
     args = {"x": x, "w": bits, "scale": scale, "out": out, "R": R, "Ldx": Ldx, "Din": Din, "Dout": Dout}
@@ -208,6 +208,9 @@ def _on_hopper(x: Array | Split, w: Array | Fp8, out: Array, **more: Any) -> Non
     """The product by hopper, or of few rows, unless only the largest is asked for, by what gives the same bits."""
     few = "largest" not in more
     if isinstance(w, Fp8):
+        if few and not isinstance(x, Split) and hopper_fp8.takes_row(*x.shape):
+            hopper_fp8.product_of_row(x, w, out, **more)
+            return
         split = x if isinstance(x, Split) else split_rows(x)._replace(rows=x)
         if few and len(out) <= hopper_fp8.MOST_ROWS:
             hopper_fp8.product(split, w, out, **more)

@@ -76,11 +76,18 @@ void arrive(int* barrier, int bytes, Site site);
 void wait(int* barrier, int parity, Site site);
 void load_box(void* to, const char* base, long long row_bytes, const long long (&rows)[3], const long long (&pitch)[3],
               const long long (&box)[3], const long long (&begin)[3], long long column, int* barrier, Site site);
+struct Wgmma {  // a product that is not done yet
+  float* d;
+  int numbers, group, step;
+  const char *a, *b;     // tiles, or b words
+  int a_apart, b_apart;  // bytes from eight rows to the next eight
+  int b_words;           // bytes from one of its words to the next, 0: b is a tile
+  bool e4m3;             // or bf16
+};
 void wgmma_begin(Site site);
 void wgmma_end(Site site);
 void wgmma_wait(int still, Site site);
-void wgmma(float* d, int numbers, const char* a, const char* b, int a_apart, int b_apart, int step, int add, Site site);
-void wgmma_e4m3(float* d, int numbers, const char* a, const char* b, int step, int add, Site site);
+void wgmma(const Wgmma& p, int add, Site site);
 void previous_done();
 [[noreturn]] void fail(const char* what, Site site);
 

@@ -162,12 +162,27 @@ void read_tile(float (&to)[32], const char* tile, int apart, int row, int step, 
   }
 }
 
+// The same of rows whose words lie in one another.
+void read_words(float (&to)[32], const char* first, int apart, int word, int row, int step, bool e4m3) {
+  for (int i = 0; i < 16; i++) {
+    unsigned short pair;
+    memcpy(&pair, first + row / 8 * apart + (2 * step + i / 8) * word + 16 * (row % 8) + 2 * (i % 8), 2);
+    if (e4m3) {
+      to[2 * i] = of_fp8(pair), to[2 * i + 1] = of_fp8(pair >> 8);
+    } else {
+      to[i] = low(pair);
+    }
+  }
+}
+
 void multiply(const Wgmma& p, float* d) {
   const int lane = current % 32, first = current / 32 % 4 * 16 + lane / 4, n = p.e4m3 ? 32 : 16;
   float a[2][32], b[32];
   for (int i = 0; i < 2; i++) read_tile(a[i], p.a, p.a_apart, first + 8 * i, p.step, p.e4m3);
   for (int j = 0; j < p.numbers / 2; j++) {
-    read_tile(b, p.b, p.b_apart, j / 2 * 8 + 2 * (lane % 4) + j % 2, p.step, p.e4m3);
+    const int row = j / 2 * 8 + 2 * (lane % 4) + j % 2;
+    p.b_words ? read_words(b, p.b, p.b_apart, p.b_words, row, p.step, p.e4m3)
+              : read_tile(b, p.b, p.b_apart, row, p.step, p.e4m3);
     for (int i = 0; i < 2; i++) {
       float& sum = d[j / 2 * 4 + 2 * i + j % 2];
       for (int k = 0; k < n; k++) sum += a[i][k] * b[k];
@@ -177,7 +192,12 @@ void multiply(const Wgmma& p, float* d) {
 
 void queue_product(Wgmma p, bool add, Site site) {
   Thread& own = threads[current];
-  check_shared("wgmma", p.b, site, (p.numbers / 4 - 1) * p.b_apart + 1024, 1024);
+  const int last_rows = (p.numbers / 4 - 1) * p.b_apart;
+  if (p.b_words) {
+    check_shared("wgmma", p.b, site, last_rows + (2 * p.step + 1) * p.b_words + 128);
+  } else {
+    check_shared("wgmma", p.b, site, last_rows + 1024, 1024);
+  }
   if (!own.begun) stop_thread("wgmma " + at(site) + ": no wgmma_begin() before it");
   bool known = false;
   for (const Accumulators& a : own.held) known |= a.d == p.d;
@@ -364,14 +384,9 @@ void wgmma_wait(int still, Site site) {
   warp_barrier(~0u, site);  // no lane may tell others that it is done with the tiles before all are
 }
 
-void wgmma(float* d, int numbers, const char* a, const char* b, int a_apart, int b_apart, int step, int add, Site site) {
-  check_shared("wgmma", a, site, 7 * a_apart + 1024, 1024);
-  queue_product({d, numbers, 0, step, a, b, a_apart, b_apart, false}, add, site);
-}
-
-void wgmma_e4m3(float* d, int numbers, const char* a, const char* b, int step, int add, Site site) {
-  check_shared("wgmma", a, site, 64 * 128, 1024);
-  queue_product({d, numbers, 0, step, a, b, 1024, 1024, true}, add, site);
+void wgmma(const Wgmma& p, int add, Site site) {
+  check_shared("wgmma", p.a, site, 7 * p.a_apart + 1024, 1024);
+  queue_product(p, add, site);
 }
 
 void previous_done() {

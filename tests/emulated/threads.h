@@ -55,14 +55,6 @@ struct Box {  // on its way into shared memory
   Site site;
 };
 
-struct Wgmma {  // a product that is not done yet
-  float* d;
-  int numbers, group, step;
-  const char *a, *b;     // tiles
-  int a_apart, b_apart;  // bytes from eight rows to the next eight
-  bool e4m3;             // or bf16
-};
-
 struct Accumulators {  // what d is while it must not be touched
   float* d;
   std::vector<float> values;
