@@ -174,6 +174,7 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2 * Groups), 1) lin
 #pragma unroll
           for (int i = 0; i < 2 * TILES; i++) factor[i / 2][i % 2] = at[i / 2][i % 2][chunk];
           wgmma_wait<0>();
+          __syncwarp();  // all lanes have read 1 / s
           if (lane == 0) arrive(ring.empty[place]);
 #pragma unroll
           for (int i = 0; i < 8 * TILES; i++) {
