@@ -1,4 +1,4 @@
-"""The dense product on sm_90a (cuda/linear_hopper.cu): how multiprocessors share it, and its launch. Knows no op."""
+"""The product of bf16 on sm_90a (cuda/linear_hopper.cu): how multiprocessors share it, and its launch. Knows no op."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_PROCESSORS = 144  # of a GPU of this architecture
 FOURS = 120  # blocks in clusters of four that an H200 runs at once
 WIDTHS = (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192)  # rows of w in a tile
 MOST_OWN = 112  # of these, of one warpgroup for up to 64 rows of x, whose registers hold two or three sums
-LEAST, LEAST_FP8 = 32, 64  # rows of w whose chunks come no slower than they can be multiplied
+LEAST = 32  # rows of w whose chunks come no slower than they can be multiplied
 QUICKEST = 1.2  # how much faster a multiprocessor reads than at its share of the bandwidth, when others are idle
 INTAKE, FOR_IT = 1.6, 3.2  # how much faster it gets w and x together out of L2; and with what others of a cluster get
 # What else costs time, in bytes of w that a multiprocessor could read meanwhile at its share
@@ -67,25 +67,17 @@ class Cut(NamedTuple):
 
 
 @functools.cache
-def cut(
-    widths: tuple[int, ...],
-    row_bytes: int,
-    rows: int,
-    processors: int,
-    together: int,
-    halves: int = 1,
-    least: int = LEAST,
-) -> Cut:
+def cut(widths: tuple[int, ...], row_bytes: int, rows: int, processors: int, together: int, halves: int = 1) -> Cut:
     """The cut that should take the least time; the bits of the results do not depend on it.
 
     widths: rows of the matrices; row_bytes: of such a row; rows: of x in a tile; together: blocks that run at once;
-    halves: rows of w of each feature; least: rows of w that take no longer than fewer
+    halves: rows of w of each feature
     Blocks take full rounds of tiles with all of k; k of the tiles left is cut so that each block has one piece more.
     """
 
     def cost(c: Cut) -> float:
         """Bytes that a multiprocessor could read meanwhile at its share of the bandwidth."""
-        w = max(c.features, least) * row_bytes
+        w = max(c.features, LEAST) * row_bytes
         taken = max((w + rows * row_bytes / c.cluster) / INTAKE, (w + rows * row_bytes) / FOR_IT)
         rounds, left = divmod(c.tiles(*widths), processors)
         at_the_end = max(w * left / processors, w / c.parts / QUICKEST, taken / c.parts) if left else 0
@@ -113,7 +105,6 @@ def cut(
 def product(
     x: Array,
     w: Array,
-    scale: Array | None,
     out: Array,
     gated: bool = False,
     w_more: Array | None = None,
@@ -121,27 +112,23 @@ def product(
     use: Array | None = None,
     allowed: Array | None = None,
     largest: Array | None = None,
-    inverse: Array | None = None,
 ) -> None:
     """out = x w^T of bf16 x [R, Din] and w [Dout, Din]; gated: of its halves silu(gate) * up.
 
-    FP8 w: scale multiplies its blocks; x is what linear.split_rows makes of it, [2 R, Din], and so is `inverse`
-    w_more: [More, Din] of the type of w, and more = x w_more^T in float32, in the same launch
+    w_more: bf16 [More, Din], and more = x w_more^T in float32, in the same launch
     use, allowed, largest: as in linear.head
     Rows of x and of w are whole 16-byte words at multiples of 16 bytes. Raises KernelError for what does not fit."""
-    (Xr, Din), fp8, row_bytes, processors = x.shape, inverse is not None, w[0].nbytes, device.multiprocessors()
-    R, halves, chunks = Xr // 2 if fp8 else Xr, 1 + gated, -(-row_bytes // 128)
+    (R, Din), row_bytes, processors = x.shape, w[0].nbytes, device.multiprocessors()
+    halves, chunks = 1 + gated, -(-row_bytes // 128)
     widths = (len(w),) if w_more is None else (len(w), len(w_more))
-    most = 64 if fp8 else 128
-    rows = next(n for n in (8, 16, 32, 64, 128) if n >= min(R, most))
+    rows = next(n for n in (8, 16, 32, 64, 128) if n >= min(R, 128))
     row_tiles = -(-R // rows)
-    c = cut(widths, row_bytes, rows, processors, device.blocks_together(), halves, LEAST_FP8 if fp8 else LEAST)
+    c = cut(widths, row_bytes, rows, processors, device.blocks_together(), halves)
     if row_tiles > 1:
         c = Cut(c.features, Cut(c.features, 0, 1).tiles(*widths), 1)
     cut_tiles = c.tiles(*widths) - c.whole
     units = row_tiles * (c.whole + cut_tiles * c.parts)
-    x_rows = rows * (1 + fp8)
-    place = 128 * (c.features + x_rows)
+    place = 128 * (c.features + rows)
     each = -(-row_tiles * c.whole // processors) * chunks + -(-chunks // c.parts)  # chunks of a block, about
     ring = LONG if each * place >= LONG_FROM else SHORT
     depth = max(2, min(ring // place, each, MOST_DEPTH))
@@ -151,10 +138,9 @@ def product(
         sums = device.empty(row_tiles * cut_tiles * c.kept() * c.sum_bytes(max(64, rows)) // 4, np.float32)
         tickets = device.counters(row_tiles * cut_tiles * 4 * warpgroups)
     in_turn = w.reshape(halves, len(w) // halves, -1).swapaxes(0, 1)  # [width, halves, Din]: rows of gate and of up
-    arrays = {"x": x, "w": in_turn, "w_more": None if w_more is None else w_more[:, None], "scale": scale}
-    arrays |= {"sums": sums, "tickets": tickets, "use": use, "allowed": allowed, "largest": largest, "inverse": inverse}
-    sizes = {"R": R, "Xr": Xr, "Ldx": x.strides[0] // x.itemsize if Xr > 1 else Din, "Din": Din, "Width": len(in_turn)}
-    sizes["Pad"] = 0 if inverse is None else inverse.shape[1]
+    arrays = {"x": x, "w": in_turn, "w_more": None if w_more is None else w_more[:, None]}
+    arrays |= {"sums": sums, "tickets": tickets, "use": use, "allowed": allowed, "largest": largest}
+    sizes = {"R": R, "Ldx": x.strides[0] // x.itemsize if R > 1 else Din, "Din": Din, "Width": len(in_turn)}
     sizes |= {"More": 0 if w_more is None else len(w_more), "Whole": c.whole, "Parts": c.parts, "Cluster": c.cluster}
     sizes |= {"Ranks": c.ranks(rows) if device.blocks_together() >= processors else 1, "Depth": depth}
     sizes["AtOnce"] = max(1, UNDER_WAY // (128 * c.features))
@@ -166,9 +152,9 @@ def product(
         min(processors, units),
         128 * (warpgroups + 1),
         {**arrays, "out": out, "more": more, **sizes},
-        shared=1024 + depth * place + max(0, 128 * (x_rows - rows + 64) - place),
+        shared=1024 + depth * place + max(0, 128 * 64 - place),
         cluster=c.cluster,
-        constants={"Wt": device.c_type(w), "Out": device.c_type(out), **tile},
+        constants={"Out": device.c_type(out), **tile},
     )
 
 

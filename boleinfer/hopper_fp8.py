@@ -1,19 +1,21 @@
-"""Products with FP8 weights on sm_90a: rows split into E4M3 numbers, the product of few (cuda/linear_fp8.cu), and of
-one row, which it splits itself (cuda/linear_fp8_row.cu)."""
+"""Products with FP8 weights on sm_90a: rows split into E4M3 numbers, the product of few (cuda/linear_fp8.cu), of more
+(cuda/linear_fp8_many.cu), and of one row, which it splits itself (cuda/linear_fp8_row.cu)."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import numpy as np
 
 from boleinfer import device, hopper, kernels
 from boleinfer.device import Array, Fp8, Split
+from boleinfer.hopper import RANGES, Cut
 from boleinfer.whole import Norm
 
-FILE, ROW_FILE = "linear_fp8.cu", "linear_fp8_row.cu"
+FILE, ROW_FILE, MANY_FILE = "linear_fp8.cu", "linear_fp8_row.cu", "linear_fp8_many.cu"
 MOST_ROWS = 8
-RANGES = 8  # of k
 MOST_FEATURES, MOST_TALL = 256, 272  # of a tile; rows of w in it
 RING = 200 * 1024  # bytes
 MOST_PLACES = 64
@@ -23,6 +25,11 @@ UNDER_WAY = 96 * 1024  # bytes of its product's w on their way before x is there
 EVEN = 0.9  # share of the places that four warpgroups may leave of those that two have
 ALONE, BESIDE = 225 * 1024, 208 * 1024  # shared memory of a block, and of one beside which the next kernel may begin
 LOW = 32  # rows of w in a tile up to which two ranges share a place
+# Of many rows, in bytes of w that a multiprocessor could read meanwhile at its share of the bandwidth
+OF_X, OF_SUMS = 0.45, 0.6  # k of a row of x, hi and lo, and a byte of a part's sums, written or read
+TO_END, TO_JOIN, TO_MEET = 25_000, 50_000, 10_000  # a tile's end, joining parts, each more block of a cluster
+MEET_FROM = 64  # rows of x from which blocks form clusters
+MOST_DEPTH = 24  # places of their ring
 
 
 def tile(width: int, slabs: int, processors: int) -> int:
@@ -110,6 +117,86 @@ def product_of_row(
         args,
         shared=groups * depth * place + max(beside, 1024 + 64 * 128),
         constants={"Out": device.c_type(out), **shape, "Normed": int(norm is not None), "Gated": int(gated)},
+    )
+
+
+@functools.cache
+def cut(width: int, Din: int, rows: int, processors: int, together: int) -> Cut:
+    """How the product of many rows is cut: what should take the least time; the bits do not depend on it.
+
+    width: rows of w; rows: of x in a tile; together: blocks that run at once"""
+
+    def cost(c: Cut) -> float:
+        """Bytes that a multiprocessor could read meanwhile at its share of the bandwidth."""
+        w, x = c.features * Din, OF_X * rows / c.cluster * Din
+        rounds, left = divmod(c.tiles(width), processors)
+        at_the_end = max(w * left / processors, w / c.parts / hopper.QUICKEST) + x / c.parts if left else 0
+        read_and_written = (c.kept() / _ranks(c, rows) + RANGES / c.parts) * c.sum_bytes(rows)
+        join = TO_JOIN + OF_SUMS * read_and_written if c.parts > 1 else 0
+        return rounds * (w + x) + at_the_end + TO_END * (rounds + (left > 0)) + join + TO_MEET * (c.cluster - 1)
+
+    candidates = []
+    for features, cluster in itertools.product((192, 128, 64), (1, 2, 4)):
+        tiles = Cut(features, 0, 1, cluster).tiles(width)
+        left = tiles % processors
+        if cluster > 1 and (together < processors or processors % cluster or rows < MEET_FROM):
+            continue
+        if cluster < 4 or tiles <= hopper.FOURS:
+            candidates.append(Cut(features, tiles, 1, cluster))
+        if left and cluster < 4 and Din >= SCALED * RANGES:
+            each = [parts for parts in (2, 4, 8) if parts * left <= processors]  # has as many ranges
+            candidates += [Cut(features, tiles - left, parts, cluster) for parts in each]
+    return min(candidates, key=cost)
+
+
+def _ranks(c: Cut, rows: int) -> int:
+    """How many parts share the joining, eight rows at least each."""
+    return min(c.parts, rows // 8)
+
+
+def product_of_many(
+    x: Split,
+    w: Fp8,
+    out: Array,
+    gated: bool = False,
+    use: Array | None = None,
+    allowed: Array | None = None,
+    largest: Array | None = None,
+) -> None:
+    """`product` of any number of rows.
+
+    use, allowed, largest: as in linear.head"""
+    (R, Din), Dout, halves, chunks = (len(x.parts) // 2, x.parts.shape[1]), len(w.bits), 1 + gated, x.inverse.shape[0]
+    processors, together = device.multiprocessors(), device.blocks_together()
+    rows = next(n for n in (8, 16, 32, 64) if n >= min(R, 64))
+    row_tiles = -(-R // rows)
+    c = cut(Dout, Din, rows, processors, together)
+    if row_tiles > 1:
+        c = Cut(c.features, Cut(c.features, 0, 1).tiles(Dout), 1)
+    groups, cut_tiles = c.features // 64, c.tiles(Dout) - c.whole
+    place = 128 * (c.features + 2 * rows) + 4 * rows
+    each = -(-row_tiles * c.whole // processors) * chunks + -(-chunks // c.parts)  # chunks of a block, about
+    ring = hopper.LONG if each * place >= hopper.LONG_FROM else hopper.SHORT
+    depth = max(2, min(ring // place, each, MOST_DEPTH))
+    sums, tickets = None, None
+    if c.parts > 1:
+        sums = device.empty(row_tiles * cut_tiles * c.kept() * c.sum_bytes(rows) // 4, np.float32)
+        tickets = device.counters(row_tiles * cut_tiles * 4 * groups)
+    in_turn = w.bits.reshape(halves, Dout // halves, -1).swapaxes(0, 1)  # [width, halves, Din]: rows of gate and of up
+    args = {"w": in_turn, "x": x.parts, "inverse": x.inverse, "scale": w.scale, "sums": sums, "tickets": tickets}
+    args |= {"out": out, "use": use, "allowed": allowed, "largest": largest}
+    sizes = {"R": R, "Pad": x.inverse.shape[1], "Din": Din, "Width": len(in_turn), "Whole": c.whole, "Parts": c.parts}
+    sizes |= {"Cluster": c.cluster, "Ranks": _ranks(c, rows) if together >= processors else 1, "Depth": depth}
+    sizes |= {"Sums": 0 if sums is None else sums.size, "Tickets": 0 if tickets is None else tickets.size}
+    kernels.launch(
+        MANY_FILE,
+        "linear_fp8_many",
+        min(processors, row_tiles * (c.whole + cut_tiles * c.parts)),
+        128 * (groups + 1),
+        {**args, **sizes},
+        shared=1024 + depth * place,
+        cluster=c.cluster,
+        constants={"Out": device.c_type(out), "Rows": rows, "Groups": groups, "Gated": int(gated)},
     )
 
 

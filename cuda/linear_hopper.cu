@@ -1,82 +1,48 @@
-// x w^T on tensor cores of sm_90a (wgmma), of bf16, or of FP8 w and x as split_rows.cu leaves it; or of its halves
-// silu(gate) * up; or of two matrices, the second result in float. Definitions: linear, gated_linear, linear_pair, head in
-// boleinfer/ops/linear.py. Sums in float32; Gated rounds them to Out before it goes on, as linear does. Of rows with
-// use = 2 only the largest result is kept, with its feature.
-//
-// Sums are made in the order of ranges.cuh. FP8 blocks of 128 k are summed on their own, then scaled and added up.
+// x w^T on tensor cores of sm_90a (wgmma), of bf16; or of its halves silu(gate) * up; or of two matrices, the second result
+// in float. Definitions: linear, gated_linear, linear_pair, head in boleinfer/ops/linear.py. Sums in float32, in the order of
+// ranges.cuh; Gated rounds them to Out before it goes on, as linear does. Of rows with use = 2 only the largest result is
+// kept, with its feature.
 //
 // A tile of out is Rows rows and what `Features` rows of w give; for Gated those are rows of gate and of up in turn. The tiles
 // of w_more come behind those of w. Products have 64 rows of x, of which those behind the tile's are whatever lies there and
 // are left alone, and a warpgroup's rows of w, eight or more: so tiles are as wide as gives each block one, and the numbers of
-// neighbouring lanes are neighbours in out. The first Whole tiles are a unit each; the ranges of the others are shared by Parts
-// units. Of the warps that own the same results those Ranks that end last wait for one another and join the sums of some
-// features each. Blocks of a cluster have the same k at the same time: each reads its share of the rows of x for all of them.
+// neighbouring lanes are neighbours in out. How blocks share tiles: cut.cuh. Of the warps that own the same results of a cut
+// tile those Ranks that end last wait for one another and join the sums of some features each. Blocks of a cluster have the same k at the same time: each reads its share of the rows of x for all of them.
 // Its last tiles may lie behind the matrices, where zeros are read and nothing is written.
 //
 // Weights pass through L2 as what goes first, so that the codes and small arrays of all other kernels stay there: 0.8B's
 // step took 4 % longer without (H200, 2026-11-30).
 //
-// grid: one block a multiprocessor, at most; a block takes every gridDim.x-th unit. block: Groups warpgroups that share the
+// grid: one block a multiprocessor, at most. block: Groups warpgroups that share the
 // features, for each 64 rows of x, and one that asks, the first thread of a warp for tiles of w, that of the next for x, and in
 // clusters that of a third tells the other blocks as soon as a place is empty: their x may come then.
 // Depth places of a ring hold a chunk of w and x; it is filled with w before x is there, no more than AtOnce chunks on their way
 // at the same time: x comes through the same queues.
-// shared: 1 KB + Depth * 128 bytes * (Features + Rows, twice for FP8) + what 64 rows of x are more than the last place has.
+// shared: 1 KB + Depth * 128 bytes * (Features + Rows) + what 64 rows of x are more than the last place has.
 // Read twice: x, by every cluster (L2), w by every tile of rows.
 //
 // arch: 90a
-// sizes: Wt=bf16 Out=bf16 Rows=8,64 Features=32 Groups=1 Gated=0 | Wt=bf16 Out=bf16 Rows=32 Features=80,96 Groups=1 Gated=0 | Wt=bf16 Out=bf16 Rows=128 Features=40,112,160 Groups=1 Gated=0 | Wt=bf16 Out=float Rows=16 Features=192 Groups=2 Gated=0 | Wt=bf16 Out=float Rows=128 Features=192 Groups=1 Gated=0 | Wt=bf16 Out=bf16 Rows=16,64 Features=192 Groups=2 Gated=1 | Wt=bf16 Out=bf16 Rows=128 Features=192 Groups=1 Gated=1 | Wt=fp8 Out=bf16 Rows=16,64 Features=192 Groups=2 Gated=0 | Wt=fp8 Out=bf16 Rows=64 Features=192 Groups=2 Gated=1
-#include "arrival.cuh"
+// sizes: Out=bf16 Rows=8,64 Features=32 Groups=1 Gated=0 | Out=bf16 Rows=32 Features=80,96 Groups=1 Gated=0 | Out=bf16 Rows=128 Features=40,112,160 Groups=1 Gated=0 | Out=float Rows=16 Features=192 Groups=2 Gated=0 | Out=float Rows=128 Features=192 Groups=1 Gated=0 | Out=bf16 Rows=16,64 Features=192 Groups=2 Gated=1 | Out=bf16 Rows=128 Features=192 Groups=1 Gated=1
+#include "cut.cuh"
 #include "largest.cuh"
-#include "ranges.cuh"
-#include "tma.cuh"
 #include "wgmma.cuh"
 
-constexpr int ROW_BYTES = 128;  // of a tile in shared memory
-constexpr int K = ROW_BYTES / sizeof(Wt), X_TILES = K / 64;  // k of a chunk; tiles of x in it
-constexpr int SCALED = 128;                                  // features, and k, of one FP8 scale
-constexpr int BLOCKS = (Rows + 63) / 64;                     // of 64 rows of x
-constexpr int WARPS = 4 * BLOCKS * Groups;                   // that multiply
+constexpr int ROW_BYTES = 128, K = ROW_BYTES / sizeof(bf16);    // of a tile in shared memory; k of a chunk
+constexpr int BLOCKS = (Rows + 63) / 64;                        // of 64 rows of x
+constexpr int WARPS = 4 * BLOCKS * Groups;                      // that multiply
 constexpr int HALVES = 1 + Gated, RESULTS = Features / HALVES;  // RESULTS: features of out in a tile
 constexpr int OWN = Features / Groups;                          // rows of w of a warpgroup
-constexpr int X_TILE = Rows * ROW_BYTES, X_BYTES = X_TILES * X_TILE, W_BYTES = Features * ROW_BYTES;
-constexpr int PLACE = X_BYTES + W_BYTES;
+constexpr int X_BYTES = Rows * ROW_BYTES, W_BYTES = Features * ROW_BYTES, PLACE = X_BYTES + W_BYTES;
 constexpr int SUMS = OWN / 2, QUADS = OWN / 8;   // of a lane; fours of them, for eight rows of w each
+constexpr int TO_NEXT = WARPS * QUADS * WARP;    // fours from one sum of a cut tile to the next
 constexpr int TOGETHER = QUADS < 4 ? QUADS : 4;  // of these, joined at a time
 constexpr int MOST = 40;                         // places of a ring
 static_assert(OWN % (8 * HALVES) == 0 && (!Gated || sizeof(Out) == 2), "gates and ups become words of bf16 pairs");
 
 // Numbers that a thread holds while it multiplies; whether some need registers of those that ask, and whether two blocks
 // fit on a multiprocessor.
-constexpr int HELD = SUMS * (sizeof(Wt) == 2 ? 2 : 3);
+constexpr int HELD = SUMS * 2;
 constexpr bool HUNGRY = WARPS == 8 && HELD > 112, TWO_FIT = WARPS == 4 && HELD <= 72;
-
-// A piece of work: ranges first .. last - 1 of a tile.
-struct Unit {
-  int row, tile, first, last;
-};
-
-// All units, tiles of rows first.
-struct Units {
-  int row_tiles, whole, parts, cluster, count;
-
-  __device__ __forceinline__ Unit operator[](int i) const {
-    const int row = i % row_tiles * Rows, u = i / row_tiles;
-    if (u < whole) return {row, u, 0, RANGES};
-    const int v = (u - whole) / cluster, part = v % parts;
-    return {row, whole + v / parts * cluster + (u - whole) % cluster, part * RANGES / parts, (part + 1) * RANGES / parts};
-  }
-};
-
-// A place of the ring, the parity of its turn, and whether it is the first.
-struct Turn {
-  int depth, place = 0, parity = 0;
-  bool first = true;
-
-  __device__ __forceinline__ void advance() {
-    if (++place == depth) place = 0, parity ^= 1, first = false;
-  }
-};
 
 // Chunks of x and w on their way from the warps that ask for them to those that multiply. The first w of a place counts at
 // `loaded`, so that it is known when it is there, all others at `full`, as x does.
@@ -92,19 +58,6 @@ struct Ring {
   }
 };
 
-// ask(unit, chunk, turn) for all chunks of the block's units in order, each as soon as its place is empty.
-template <class Ask>
-__device__ __forceinline__ void fill(const Units& units, int chunks, const Ring& ring, int depth, Ask ask) {
-  Turn turn{depth};
-  for (int next = blockIdx.x; next < units.count; next += gridDim.x) {
-    const Unit unit = units[next];
-    for (int chunk = range_start(unit.first, chunks); chunk < range_start(unit.last, chunks); chunk++, turn.advance()) {
-      wait(ring.empty[turn.place], turn.parity ^ 1);
-      ask(unit, chunk, turn);
-    }
-  }
-}
-
 // Which 64 rows of x a warpgroup multiplies with which rows of w, and where they are in the first place of the ring.
 struct Warpgroup {
   int block, first;  // first: row of w in a tile
@@ -117,7 +70,7 @@ struct Warpgroup {
   __device__ __forceinline__ int row() const { return 64 * block + threadIdx.x / WARP % 4 * 16; }  // of the warp
 };
 
-// sum = x w^T over chunks begin .. end - 1, one at least, of bf16 w.
+// sum = x w^T over chunks begin .. end - 1, one at least.
 __device__ __forceinline__ void sum_up(
     float (&sum)[SUMS], const Warpgroup& own, int begin, int end, const Ring& ring, Turn& turn) {
   const int lane = threadIdx.x % WARP;
@@ -137,93 +90,6 @@ __device__ __forceinline__ void sum_up(
   }
   wgmma_wait<0>();
   if (lane == 0) arrive(ring.empty[held]);
-}
-
-// FP8 scales of a warpgroup's rows of w, of the even ones and of the odd ones: those of a block of 128 features, one for each
-// chunk, and from `edge` features on those of the next.
-struct Scales {
-  const float *near[2], *far[2];
-  int edge[2];
-
-  __device__ __forceinline__ Scales(const float* scale, int feature, int width, int chunks) {
-    const int last = (HALVES * width - 1) / SCALED;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int first = feature + (Gated ? i * width : 0), block = min(first / SCALED, last);
-      near[i] = scale + (long long)block * chunks;
-      far[i] = scale + (long long)min(block + 1, last) * chunks;
-      edge[i] = (block + 1) * SCALED - first;
-    }
-  }
-};
-
-// The same of FP8 w and split x; inverse: of the lane's two rows, Pad numbers for each chunk. Tensor cores keep some 14 bits
-// while they add up E4M3 products, so each chunk begins anew.
-template <int S>
-__device__ __forceinline__ void sum_up_scaled(
-    float (&sum)[S], const Warpgroup& own, const Scales& scales, const float* const (&inverse)[2], int Pad, int begin,
-    int end, const Ring& ring, Turn& turn) {
-  constexpr int AT_ONCE = OWN > 32 ? 1 : 2;  // of hi and lo, as registers allow
-  const int lane = threadIdx.x % WARP, t = lane % 4;
-#pragma unroll
-  for (int i = 0; i < S; i++) sum[i] = 0.0f;
-  for (int chunk = begin; chunk < end; chunk++, turn.advance()) {
-    float near[2], far[2], unit_of[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      near[i] = scales.near[i][chunk], far[i] = scales.far[i][chunk], unit_of[i] = inverse[i][chunk * Pad];
-    }
-    ring.wait_for(turn);
-    const Tile w = own.w.behind(turn.place * PLACE);
-#pragma unroll
-    for (int part = 0; part < 2; part += AT_ONCE) {
-      float block[AT_ONCE][S];
-      wgmma_begin();
-#pragma unroll
-      for (int i = 0; i < 4 * AT_ONCE; i++) {
-        const Tile x = own.x.behind(turn.place * PLACE + (part + i / 4) * X_TILE);
-        wgmma_e4m3(block[i / 4], x, w, i % 4, i % 4);
-      }
-      wgmma_end();
-      wgmma_wait<0>();
-      if (part + AT_ONCE == 2 && lane == 0) arrive(ring.empty[turn.place]);
-#pragma unroll
-      for (int i = 0; i < AT_ONCE * S; i++) {
-        const int p = i / S, j = i % S;
-        const int feature = Gated ? j / 4 * 4 + t : j / 4 * 8 + 2 * t + j % 2;
-        const float factor = feature < scales.edge[j % 2] ? near[j % 2] : far[j % 2];
-        const float unit = (part + p ? 1.0f / 32 : 1.0f) * unit_of[j / 2 % 2];
-        sum[j] = fmaf(factor * unit, block[p][j], sum[j]);
-      }
-    }
-  }
-}
-
-constexpr int TO_NEXT = WARPS * QUADS * WARP;  // fours from one sum of a cut tile to the next
-
-// Keeps a sum of a cut tile for the warps that join it; to: the lane's place.
-__device__ __forceinline__ void keep(const float (&sum)[SUMS], float4* to) {
-#pragma unroll
-  for (int n = 0; n < QUADS; n++) {
-    __stcg(to + n * WARP, make_float4(sum[4 * n], sum[4 * n + 1], sum[4 * n + 2], sum[4 * n + 3]));
-  }
-}
-
-// sum = all `count` sums that were kept of a tile, added up in order, of fours from the first of the lane's place on; of
-// those behind `fours` zeros.
-template <int S>
-__device__ __forceinline__ void add_kept(float (&sum)[S], const float4* kept, int count, int fours) {
-#pragma unroll
-  for (int i = 0; i < S; i++) sum[i] = 0.0f;
-#pragma unroll 4
-  for (int s = 0; s < count; s++) {
-#pragma unroll
-    for (int n = 0; n < S / 4; n++) {
-      if (n >= fours) continue;
-      const float4 one = __ldcg(kept + s * TO_NEXT + n * WARP);
-      sum[4 * n] += one.x, sum[4 * n + 1] += one.y, sum[4 * n + 2] += one.z, sum[4 * n + 3] += one.w;
-    }
-  }
 }
 
 // The next two numbers of a row, or eight as bf16 pairs, or as many as exist.
@@ -374,11 +240,9 @@ struct Results {
 };
 
 extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1) linear_hopper(
-    const __grid_constant__ TensorMap<const Wt> w,  // [Width, 1 + Gated, Din] strides [Din, Width * Din, 1] box [Features / (1 + Gated), 1 + Gated]
-    const __grid_constant__ TensorMap<const Wt> w_more,  // [More, 1, Din] box [Features, 1] or null
-    const __grid_constant__ TensorMap<const Wt> x,       // [Xr, Din] strides [Ldx, 1] box [Rows / Cluster]
-    const float* inverse,           // [(Din + 127) / 128, Pad] or null; 1 / s of x, for FP8 w
-    const float* __restrict__ scale,  // [((1 + Gated) * Width + 127) / 128, (Din + 127) / 128] or null; of FP8 w
+    const __grid_constant__ TensorMap<const bf16> w,  // [Width, 1 + Gated, Din] strides [Din, Width * Din, 1] box [Features / (1 + Gated), 1 + Gated]
+    const __grid_constant__ TensorMap<const bf16> w_more,  // [More, 1, Din] box [Features, 1] or null
+    const __grid_constant__ TensorMap<const bf16> x,       // [R, Din] strides [Ldx, 1] box [Rows / Cluster]
     float* sums,         // [Sums] aligned 16 or null; of parts of tiles, lane by lane
     int* tickets,        // [Tickets] or null; of each warp of a cut tile, 0 before and after
     Out* out,            // [R, Width]
@@ -387,8 +251,6 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
     const unsigned char* allowed,  // [Width] or null; features that may be the largest, null: all
     unsigned long long* largest,   // [R] or null; 0 before
     int R,
-    int Xr,
-    int Pad,
     int Ldx,
     int Din,
     int Width,
@@ -409,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
   const int chunks = (Din + K - 1) / K, row_tiles = (R + Rows - 1) / Rows;
   const int w_tiles = (Width + RESULTS - 1) / RESULTS;
   const int tiles = (w_tiles + (More + RESULTS - 1) / RESULTS + Cluster - 1) / Cluster * Cluster;  // the last may be empty
-  const Units units{row_tiles, Whole, Parts, Cluster, row_tiles * (Whole + (tiles - Whole) * Parts)};
+  const Units<Rows> units{row_tiles, Whole, Parts, Cluster, row_tiles * (Whole + (tiles - Whole) * Parts)};
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < Depth; i++) {
@@ -427,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
     if (lane) return;
     prefetch_map(w);
     const unsigned long long policy = row_tiles == 1 ? ONCE : KEPT;
-    fill(units, chunks, ring, Depth, [&](const Unit& unit, int chunk, const Turn& turn) {
+    fill(units, chunks, empty, Depth, [&](const Unit& unit, int chunk, const Turn& turn) {
       if (turn.first && turn.place >= AtOnce) wait(loaded[turn.place - AtOnce], 0);
       if (turn.first) arrive(full[turn.place]);
       Barrier& here = turn.first ? loaded[turn.place] : full[turn.place];
@@ -445,29 +307,23 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
     prefetch_map(x);
     bool first = true;
     const int own = Cluster > 1 ? cluster_rank() * (Rows / Cluster) : 0;  // rows from here on are for all to load
-    fill(units, chunks, ring, Depth, [&](const Unit& unit, int chunk, const Turn& turn) {
+    fill(units, chunks, empty, Depth, [&](const Unit& unit, int chunk, const Turn& turn) {
       Barrier& here = full[turn.place];
       if (first) after_previous();  // here, since the first unit takes some divisions
       first = false;
       if (Cluster > 1) wait(room[turn.place], turn.parity);
       arrive_expecting(here, X_BYTES);
-#pragma unroll
-      for (int i = 0; i < X_TILES; i++) {
-        const int k = chunk * K + (sizeof(Wt) == 2 ? i * 64 : 0);
-        const int row = unit.row + own + (sizeof(Wt) == 1 ? i * R : 0);  // FP8: of hi, of lo
-        char* const to = ring.x(turn.place) + i * X_TILE + own * ROW_BYTES;
-        if (Cluster > 1) {
-          load_tile_for_all(to, x, here, k, row, Cluster);
-        } else {
-          load_tile(to, x, here, k, row);
-        }
+      if (Cluster > 1) {
+        load_tile_for_all(ring.x(turn.place) + own * ROW_BYTES, x, here, chunk * K, unit.row + own, Cluster);
+      } else {
+        load_tile(ring.x(turn.place), x, here, chunk * K, unit.row);
       }
     });
     return;
   }
 
   if (warp == WARPS + 2 && lane == 0 && Cluster > 1) {
-    fill(units, chunks, ring, Depth, [&](const Unit&, int, const Turn& turn) {
+    fill(units, chunks, empty, Depth, [&](const Unit&, int, const Turn& turn) {
       for (int rank = 0; rank < Cluster; rank++) arrive_at(room[turn.place], rank);
     });
   }
@@ -488,14 +344,7 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
       const int begin = range_start(range, chunks), end = range_start(range + 1, chunks);
       if (begin == end) continue;
       float sum[SUMS];
-      if constexpr (sizeof(Wt) == 2) {
-        sum_up(sum, own, begin, end, ring, turn);
-      } else {
-        const int low = row + lane / 4;
-        const float* const units_of[2] = {inverse + min(low, R - 1), inverse + min(low + 8, R - 1)};
-        const Scales scales(scale, unit.tile * RESULTS + own.first / HALVES, Width, chunks);
-        sum_up_scaled(sum, own, scales, units_of, Pad, begin, end, ring, turn);
-      }
+      sum_up(sum, own, begin, end, ring, turn);
       if (unit.first == 0) {
 #pragma unroll
         for (int i = 0; i < SUMS; i++) total[i] += sum[i];
@@ -514,7 +363,7 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
 #pragma unroll 1
     for (int n = rank * QUADS / Ranks; rank >= 0 && n < last; n += TOGETHER) {
       float some[4 * TOGETHER];
-      add_kept(some, mine + n * WARP, kept, last - n);
+      add_kept(some, mine + n * WARP, TO_NEXT, kept, last - n);
       results.put(some, unit.tile, row, R, own.first + 8 * n, own.first + 8 * last);
     }
   }

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from boleinfer import hopper_fp8
 from boleinfer.hopper import LEAST, RANGES, Cut, cut, most_sums
 from boleinfer.hopper_fp8 import tile
 
@@ -37,6 +38,23 @@ def test_what_is_left_is_at_most_one_piece_a_block(widths, Din, rows, processors
         assert c.whole % processors == 0 and (tiles - c.whole) * c.parts <= processors
         assert -(-Din // 64) >= RANGES  # no part without chunks
         assert c.sum_bytes(max(64, rows)) // 4 * c.kept() * (tiles - c.whole) <= most_sums(rows, max(widths))
+
+
+@given(
+    st.integers(1, 300_000),
+    st.integers(16, 20_000),
+    st.sampled_from([8, 16, 32, 64]),
+    st.integers(1, 144),
+    st.booleans(),
+)
+def test_the_same_of_fp8(width, Din, rows, processors, together):
+    c = hopper_fp8.cut(width, Din, rows, processors, processors if together else 1)
+    tiles = c.tiles(width)
+    assert c.features in (64, 128, 192) and c.features * tiles >= width and 0 <= c.whole <= tiles
+    assert (c.whole == tiles) == (c.parts == 1) and c.cluster <= (4 if together and rows == 64 else 1)
+    if c.parts > 1:
+        assert c.whole % processors == 0 and (tiles - c.whole) * c.parts <= processors and -(-Din // 128) >= RANGES
+        assert c.sum_bytes(rows) // 4 * c.kept() * (tiles - c.whole) <= most_sums(rows, width)
 
 
 def test_parts_have_whole_ranges_and_the_first_one_adds_up_its_own():

@@ -42,8 +42,7 @@ def both(x, w, shape, dtype, gated=False, w_more=None):
     for product in (whole.product, hopper.product):
         out = device.empty(shape, dtype)
         more = None if w_more is None else device.empty((len(x), len(w_more)), np.float32)
-        scale = () if product is whole.product else (None,)
-        product(x, w, *scale, out, gated=gated, w_more=w_more, more=more)
+        product(x, w, out, gated=gated, w_more=w_more, more=more)
         found.append([device.download(a) for a in (out, more) if a is not None])
     return zip(*found)
 

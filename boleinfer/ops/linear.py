@@ -205,7 +205,7 @@ def _of_split(x: Split, w: Fp8, dtype: Any, gated: bool = False) -> Array:
 
 
 def _on_hopper(x: Array | Split, w: Array | Fp8, out: Array, **more: Any) -> None:
-    """The product by hopper, or of few rows, unless only the largest is asked for, by what gives the same bits."""
+    """The product of many rows, or of few, unless only the largest is asked for, by what gives the same bits."""
     few = "largest" not in more
     if isinstance(w, Fp8):
         if few and not isinstance(x, Split) and hopper_fp8.takes_row(*x.shape):
@@ -215,13 +215,13 @@ def _on_hopper(x: Array | Split, w: Array | Fp8, out: Array, **more: Any) -> Non
         if few and len(out) <= hopper_fp8.MOST_ROWS:
             hopper_fp8.product(split, w, out, **more)
         else:
-            hopper.product(split.parts, w.bits, w.scale, out, inverse=split.inverse, **more)
+            hopper_fp8.product_of_many(split, w, out, **more)
         return
     assert not isinstance(x, Split)
     if few and whole.takes(*x.shape):
         whole.product(x, w, out, **more)
     else:
-        hopper.product(x, w, None, out, **more)
+        hopper.product(x, w, out, **more)
 
 
 def _whole_words(x: Array, w: Array) -> bool:

@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import pytest
 
-from boleinfer import device, hopper, kernels
+from boleinfer import device, hopper, hopper_fp8, kernels
 from boleinfer.declaration import KernelError
 from boleinfer.device import Fp8
 from boleinfer.ops import linear as ops_linear
@@ -146,17 +146,21 @@ def test_neither_stages_nor_kernels_change_the_bits(gpu, family, kind, monkeypat
 @pytest.mark.parametrize("R", [9, 72])
 def test_the_cut_of_a_product_does_not_change_the_bits(gpu, family, R, kind, monkeypatch):
     """Tiles of any width, with all of k or in parts, alone or in clusters."""
+    of_kind = hopper if kind == "bf16" else hopper_fp8
     if family == "others" or (gpu == "random" and R > 9):
         pytest.skip("one order of threads, and one family of kernels")
     x, w, _ = made(R, 1040, 208, kind)
     x = device.upload(x)
-    plain, gated = [(8, 26, 1), (40, 4, 2), (112, 0, 8)], [(16, 13, 1), (192, 0, 2)]
+    if kind == "bf16":
+        plain, gated, clusters = [(8, 26, 1), (40, 4, 2), (112, 0, 8)], [(16, 13, 1), (192, 0, 2)], [(32, 4, 2, 2)]
+    else:
+        plain, gated, clusters = [(64, 4, 1), (128, 1, 2), (192, 0, 8)], [(128, 2, 1), (192, 0, 2)], [(64, 2, 2, 2)]
     if gpu == "cuda":
-        plain, gated = [*plain, (64, 4, 1, 4), (32, 4, 2, 2)], [*gated, (48, 6, 1, 2)]
+        plain, gated = [*plain, *clusters, (64, 4, 1, 4)], [*gated, (64, 4, 1, 2)]
     expected = [device.download(op(x, w)) for op in (linear, gated_linear)]
     for op, cuts, bits in zip((linear, gated_linear), (plain, gated), expected):
         for own in cuts:
-            monkeypatch.setattr(hopper, "cut", lambda *_, own=own: hopper.Cut(*own))
+            monkeypatch.setattr(of_kind, "cut", lambda *_, own=own: hopper.Cut(*own))
             np.testing.assert_array_equal(device.download(op(x, w)), bits, str(own))
 
 
