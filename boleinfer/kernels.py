@@ -209,10 +209,19 @@ class Gpu:
         return np.void(made.raw[start : start + 128])
 
     def load(self, cubin: bytes) -> Any:
-        """The cubin as a module of the current device; `get_function(name)` gives what launches a kernel."""
+        """The cubin as a module of the current device."""
         module = self._cupy.cuda.function.Module()
         module.load(cubin)
         return module
+
+    def function(self, module: Any, name: str) -> Any:
+        """What launches a kernel of a loaded module: called with (grid, block, values, shared, stream).
+
+        All kernels ask for the same split of L1, the one with most shared memory: a multiprocessor changes it only when
+        no block is left on it, so that a kernel with a split of its own could not start beside the one before."""
+        function, driver = module.get_function(name), self._cupy.cuda.driver
+        driver.funcSetAttribute(function.ptr, driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
+        return function
 
     def launch_directly(
         self,
@@ -281,7 +290,7 @@ class _Module:
 
     def function(self, name: str, shared: int) -> Callable[..., None]:
         """The kernel's function: called with (grid, block, values, shared, stream)."""
-        function, allowed = self._functions.get(name) or (self._module.get_function(name), 0)
+        function, allowed = self._functions.get(name) or (self._gpu.function(self._module, name), 0)
         if shared > allowed:
             try:
                 self._gpu.allow_shared(function, shared)

@@ -60,9 +60,8 @@ def tile(widths: tuple[int, ...], chunks: int, halves: int, rows: int, normed: b
         lacking = max(0, min(4, rounds * -(-own // run)) - places)
         return rounds * (features + ROUND) + SHALLOW * lacking, Tile(features, run, max(1, places))
 
-    step, most = 8 // halves, MOST_TALL // halves // 8 * 8  # 8 rows of w; features
-    found = [made(features) for features in range(most, LEAST[rows] - 1, -step)]
-    return min((f for f in found if f[1].features % 8 == 0 or not f[1].places), key=lambda f: f[0])[1]
+    most = MOST_TALL // halves // 8 * 8
+    return min((made(features) for features in range(most, LEAST[rows] - 1, -8)), key=lambda found: found[0])[1]
 
 
 def _beside(tall: int, chunks: int, rows: int, normed: bool) -> int:

@@ -18,7 +18,7 @@
 // it. Read twice: x, by every block (L2).
 //
 // arch: 90a
-// sizes: Out=bf16 Rows=1,8 Features=8,16,64 Run=1 Places=0 Normed=0 Gated=0 | Out=bf16 Rows=1,8 Features=8 Run=4,7 Places=0 Normed=0 Gated=0 | Out=bf16 Rows=1,8 Features=24,32 Run=1 Places=3 Normed=0 Gated=1 | Out=bf16 Rows=1 Features=28 Run=1 Places=0 Normed=1 Gated=1 | Out=bf16 Rows=1 Features=64 Run=1 Places=0 Normed=1 Gated=0 | Out=bf16 Rows=1 Features=48 Run=1 Places=4 Normed=1 Gated=0 | Out=float Rows=1 Features=40 Run=4 Places=2 Normed=1 Gated=0
+// sizes: Out=bf16 Rows=1,8 Features=8,16,64 Run=1 Places=0 Normed=0 Gated=0 | Out=bf16 Rows=1,8 Features=8 Run=4,7 Places=0 Normed=0 Gated=0 | Out=bf16 Rows=1,8 Features=24,32 Run=1 Places=3 Normed=0 Gated=1 | Out=bf16 Rows=1 Features=32 Run=1 Places=0 Normed=1 Gated=1 | Out=bf16 Rows=1 Features=64 Run=1 Places=0 Normed=1 Gated=0 | Out=bf16 Rows=1 Features=48 Run=1 Places=4 Normed=1 Gated=0 | Out=float Rows=1 Features=40 Run=4 Places=2 Normed=1 Gated=0
 #include "ranges.cuh"
 #include "tma.cuh"
 

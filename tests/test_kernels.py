@@ -84,6 +84,9 @@ class FakeGpu:
         self.modules.append(FakeModule())
         return self.modules[-1]
 
+    def function(self, module, name):
+        return module.get_function(name)
+
     def allow_shared(self, function, nbytes):
         if nbytes > 227 * 1024:
             raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
