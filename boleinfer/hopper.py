@@ -22,6 +22,7 @@ FOURS = 120  # blocks in clusters of four that an H200 runs at once
 WIDTHS = (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192)  # rows of w in a tile
 MOST_OWN = 112  # of these, of one warpgroup for up to 64 rows of x, whose registers hold two or three sums
 LEAST = 32  # rows of w whose chunks come no slower than they can be multiplied
+TO_RUN = 48  # rows of w in a tile, up to which two chunks come at once
 QUICKEST = 1.2  # how much faster a multiprocessor reads than at its share of the bandwidth, when others are idle
 INTAKE, FOR_IT = 1.6, 3.2  # how much faster it gets w and x together out of L2; and with what others of a cluster get
 # What else costs time, in bytes of w that a multiprocessor could read meanwhile at its share
@@ -64,6 +65,11 @@ class Cut(NamedTuple):
     def ranks(self, rows: int) -> int:
         """How many parts share the joining, eight features at least each."""
         return min(self.parts, self.features // self.groups(rows) // 8)
+
+
+def run_of(c: Cut, rows: int, row_bytes: int) -> int:
+    """Tiles of 64 k that come and are multiplied together, so that narrow ones take no longer than w takes to come."""
+    return 2 if c.features <= TO_RUN and rows <= 64 and row_bytes % (2 * RANGES * 128) == 0 else 1
 
 
 @functools.cache
@@ -119,7 +125,7 @@ def product(
     use, allowed, largest: as in linear.head
     Rows of x and of w are whole 16-byte words at multiples of 16 bytes. Raises KernelError for what does not fit."""
     (R, Din), row_bytes, processors = x.shape, w[0].nbytes, device.multiprocessors()
-    halves, chunks = 1 + gated, -(-row_bytes // 128)
+    halves = 1 + gated
     widths = (len(w),) if w_more is None else (len(w), len(w_more))
     rows = next(n for n in (8, 16, 32, 64, 128) if n >= min(R, 128))
     row_tiles = -(-R // rows)
@@ -128,7 +134,8 @@ def product(
         c = Cut(c.features, Cut(c.features, 0, 1).tiles(*widths), 1)
     cut_tiles = c.tiles(*widths) - c.whole
     units = row_tiles * (c.whole + cut_tiles * c.parts)
-    place = 128 * (c.features + rows)
+    run = run_of(c, rows, row_bytes)
+    place, chunks = 128 * run * (c.features + rows), -(-row_bytes // (128 * run))
     each = -(-row_tiles * c.whole // processors) * chunks + -(-chunks // c.parts)  # chunks of a block, about
     ring = LONG if each * place >= LONG_FROM else SHORT
     depth = max(2, min(ring // place, each, MOST_DEPTH))
@@ -143,16 +150,16 @@ def product(
     sizes = {"R": R, "Ldx": x.strides[0] // x.itemsize if R > 1 else Din, "Din": Din, "Width": len(in_turn)}
     sizes |= {"More": 0 if w_more is None else len(w_more), "Whole": c.whole, "Parts": c.parts, "Cluster": c.cluster}
     sizes |= {"Ranks": c.ranks(rows) if device.blocks_together() >= processors else 1, "Depth": depth}
-    sizes["AtOnce"] = max(1, UNDER_WAY // (128 * c.features))
+    sizes["AtOnce"] = max(1, UNDER_WAY // (128 * run * c.features))
     sizes |= {"Sums": 0 if sums is None else sums.size, "Tickets": 0 if tickets is None else tickets.size}
-    tile: dict[str, int | str] = {"Rows": rows, "Features": c.features, "Groups": c.groups(rows), "Gated": int(gated)}
+    tile = {"Rows": rows, "Features": c.features, "Groups": c.groups(rows), "Run": run, "Gated": int(gated)}
     kernels.launch(
         FILE,
         "linear_hopper",
         min(processors, units),
         128 * (warpgroups + 1),
         {**arrays, "out": out, "more": more, **sizes},
-        shared=1024 + depth * place + max(0, 128 * 64 - place),
+        shared=1024 + depth * place + max(0, 128 * ((run - 1) * rows + 64) - place),
         cluster=c.cluster,
         constants={"Out": device.c_type(out), **tile},
     )

@@ -22,17 +22,19 @@
 // Read twice: x, by every cluster (L2), w by every tile of rows.
 //
 // arch: 90a
-// sizes: Out=bf16 Rows=8,64 Features=32 Groups=1 Gated=0 | Out=bf16 Rows=32 Features=80,96 Groups=1 Gated=0 | Out=bf16 Rows=128 Features=40,112,160 Groups=1 Gated=0 | Out=float Rows=16 Features=192 Groups=2 Gated=0 | Out=float Rows=128 Features=192 Groups=1 Gated=0 | Out=bf16 Rows=16,64 Features=192 Groups=2 Gated=1 | Out=bf16 Rows=128 Features=192 Groups=1 Gated=1
+// sizes: Out=bf16 Rows=8,64 Features=32 Groups=1 Run=2 Gated=0 | Out=bf16 Rows=32 Features=80,96 Groups=1 Run=1 Gated=0 | Out=bf16 Rows=128 Features=40,112,160 Groups=1 Run=1 Gated=0 | Out=float Rows=16 Features=192 Groups=2 Run=1 Gated=0 | Out=float Rows=128 Features=192 Groups=1 Run=1 Gated=0 | Out=bf16 Rows=16,64 Features=192 Groups=2 Run=1 Gated=1 | Out=bf16 Rows=128 Features=192 Groups=1 Run=1 Gated=1
 #include "cut.cuh"
 #include "largest.cuh"
 #include "wgmma.cuh"
 
-constexpr int ROW_BYTES = 128, K = ROW_BYTES / sizeof(bf16);    // of a tile in shared memory; k of a chunk
+constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(bf16);  // of a tile of x or w in shared memory
+constexpr int K = Run * TILE_K;                                    // of a chunk
 constexpr int BLOCKS = (Rows + 63) / 64;                        // of 64 rows of x
 constexpr int WARPS = 4 * BLOCKS * Groups;                      // that multiply
 constexpr int HALVES = 1 + Gated, RESULTS = Features / HALVES;  // RESULTS: features of out in a tile
 constexpr int OWN = Features / Groups;                          // rows of w of a warpgroup
-constexpr int X_BYTES = Rows * ROW_BYTES, W_BYTES = Features * ROW_BYTES, PLACE = X_BYTES + W_BYTES;
+constexpr int X_TILE = Rows * ROW_BYTES, X_BYTES = Run * X_TILE, W_TILE = Features * ROW_BYTES, W_BYTES = Run * W_TILE;
+constexpr int PLACE = X_BYTES + W_BYTES;
 constexpr int SUMS = OWN / 2, QUADS = OWN / 8;   // of a lane; fours of them, for eight rows of w each
 constexpr int TO_NEXT = WARPS * QUADS * WARP;    // fours from one sum of a cut tile to the next
 constexpr int TOGETHER = QUADS < 4 ? QUADS : 4;  // of these, joined at a time
@@ -64,7 +66,7 @@ struct Warpgroup {
   Tile x, w;
 
   __device__ __forceinline__ Warpgroup(const Ring& ring, int warp)
-      : block(warp / 4 / Groups), first(warp / 4 % Groups * OWN),
+      : block(BLOCKS == 1 ? 0 : warp / 4 / Groups), first(Groups == 1 ? 0 : warp / 4 % Groups * OWN),
         x(ring.x(0) + block * 64 * ROW_BYTES), w(ring.w(0) + first * ROW_BYTES) {}
 
   __device__ __forceinline__ int row() const { return 64 * block + threadIdx.x / WARP % 4 * 16; }  // of the warp
@@ -80,7 +82,9 @@ __device__ __forceinline__ void sum_up(
     const Tile x = own.x.behind(turn.place * PLACE), w = own.w.behind(turn.place * PLACE);
     wgmma_begin();
 #pragma unroll
-    for (int i = 0; i < 4; i++) wgmma(sum, x, w, i, i || chunk > begin);
+    for (int i = 0; i < 4 * Run; i++) {
+      wgmma(sum, x.behind(i / 4 * X_TILE), w.behind(i / 4 * W_TILE), i % 4, i || chunk > begin);
+    }
     wgmma_end();
     if (chunk > begin) {
       wgmma_wait<1>();
@@ -294,10 +298,15 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
       if (turn.first) arrive(full[turn.place]);
       Barrier& here = turn.first ? loaded[turn.place] : full[turn.place];
       arrive_expecting(here, W_BYTES);
-      if (unit.tile < w_tiles || More == 0) {
-        load_tile(ring.w(turn.place), w, here, chunk * K, 0, unit.tile * RESULTS, policy);
-      } else {
-        load_tile(ring.w(turn.place), w_more, here, chunk * K, 0, (unit.tile - w_tiles) * RESULTS, policy);
+#pragma unroll
+      for (int i = 0; i < Run; i++) {
+        char* const to = ring.w(turn.place) + i * W_TILE;
+        const int k = chunk * K + i * TILE_K;
+        if (unit.tile < w_tiles || More == 0) {
+          load_tile(to, w, here, k, 0, unit.tile * RESULTS, policy);
+        } else {
+          load_tile(to, w_more, here, k, 0, (unit.tile - w_tiles) * RESULTS, policy);
+        }
       }
     });
     return;
@@ -313,10 +322,15 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
       first = false;
       if (Cluster > 1) wait(room[turn.place], turn.parity);
       arrive_expecting(here, X_BYTES);
-      if (Cluster > 1) {
-        load_tile_for_all(ring.x(turn.place) + own * ROW_BYTES, x, here, chunk * K, unit.row + own, Cluster);
-      } else {
-        load_tile(ring.x(turn.place), x, here, chunk * K, unit.row);
+#pragma unroll
+      for (int i = 0; i < Run; i++) {
+        char* const to = ring.x(turn.place) + i * X_TILE + own * ROW_BYTES;
+        const int k = chunk * K + i * TILE_K;
+        if (Cluster > 1) {
+          load_tile_for_all(to, x, here, k, unit.row + own, Cluster);
+        } else {
+          load_tile(to, x, here, k, unit.row);
+        }
       }
     });
     return;
