@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -18,17 +17,15 @@ LONG_FROM = 384 * 1024  # bytes that a block reads from which it has a LONG one
 MOST_DEPTH = 40  # places of a ring
 UNDER_WAY = 80 * 1024  # bytes of a block's w that are on their way at the same time when its ring is filled
 MOST_PROCESSORS = 144  # of a GPU of this architecture
-FOURS = 120  # blocks in clusters of four that an H200 runs at once
 WIDTHS = (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192)  # rows of w in a tile
 MOST_OWN = 112  # of these, of one warpgroup for up to 64 rows of x, whose registers hold two or three sums
-LEAST = 32  # rows of w whose chunks come no slower than they can be multiplied
-TO_RUN = 48  # rows of w in a tile, up to which two chunks come at once
+RUNS = (4, 2, 1)  # tiles of 64 k that come and are multiplied together
+TO_MULTIPLY, TO_BEGIN = 19, 23  # rows of w that come while a tile of 64 k is multiplied, and before, once a chunk
 QUICKEST = 1.2  # how much faster a multiprocessor reads than at its share of the bandwidth, when others are idle
-INTAKE, FOR_IT = 1.6, 3.2  # how much faster it gets w and x together out of L2; and with what others of a cluster get
+INTAKE = 2.8  # how much faster it gets w and x together out of L2
 # What else costs time, in bytes of w that a multiprocessor could read meanwhile at its share
-OF_SUMS = 0.6  # a byte of a part's sums, written or read
-TO_END, TO_JOIN, TO_MEET = 25_000, 100_000, 10_000  # a tile's end, joining parts, each more block of a cluster
-MEET_FROM = 32  # rows of x from which blocks form clusters
+OF_SUMS = 0.3  # a byte of a part's sums, written or read
+TO_END, TO_JOIN = 25_000, 50_000  # a tile's end, each part that is joined
 
 
 class Cut(NamedTuple):
@@ -37,7 +34,7 @@ class Cut(NamedTuple):
     features: rows of w in a tile
     whole:    tiles with all of k
     parts:    into how many parts k of the others is cut
-    cluster:  blocks that read x for one another; their tiles have the same k
+    cluster:  blocks that read x for one another, of FP8; their tiles have the same k
     """
 
     features: int
@@ -67,44 +64,41 @@ class Cut(NamedTuple):
         return min(self.parts, self.features // self.groups(rows) // 8)
 
 
-def run_of(c: Cut, rows: int, row_bytes: int) -> int:
-    """Tiles of 64 k that come and are multiplied together, so that narrow ones take no longer than w takes to come."""
-    return 2 if c.features <= TO_RUN and rows <= 64 and row_bytes % (2 * RANGES * 128) == 0 else 1
+def run_of(features: int, rows: int, row_bytes: int) -> int:
+    """The most tiles of 64 k in a chunk, whole ones in each range: up to 24 KB of w, and a fifth of a ring with x."""
+    fits = (n for n in RUNS if n * features <= WIDTHS[-1] and 5 * n * 128 * (features + rows) <= LONG)
+    return next((n for n in fits if row_bytes % (n * RANGES * 128) == 0), 1)
 
 
 @functools.cache
-def cut(widths: tuple[int, ...], row_bytes: int, rows: int, processors: int, together: int, halves: int = 1) -> Cut:
+def cut(widths: tuple[int, ...], row_bytes: int, rows: int, processors: int, halves: int = 1) -> Cut:
     """The cut that should take the least time; the bits of the results do not depend on it.
 
-    widths: rows of the matrices; row_bytes: of such a row; rows: of x in a tile; together: blocks that run at once;
-    halves: rows of w of each feature
+    widths: rows of the matrices; row_bytes: of such a row; rows: of x in a tile; halves: rows of w of each feature
     Blocks take full rounds of tiles with all of k; k of the tiles left is cut so that each block has one piece more.
     """
 
     def cost(c: Cut) -> float:
         """Bytes that a multiprocessor could read meanwhile at its share of the bandwidth."""
-        w = max(c.features, LEAST) * row_bytes
-        taken = max((w + rows * row_bytes / c.cluster) / INTAKE, (w + rows * row_bytes) / FOR_IT)
+        w, chunk = c.features * row_bytes, TO_MULTIPLY + TO_BEGIN / run_of(c.features, rows, row_bytes)
+        taken = max((c.features + rows) / INTAKE, chunk) * row_bytes
         rounds, left = divmod(c.tiles(*widths), processors)
         at_the_end = max(w * left / processors, w / c.parts / QUICKEST, taken / c.parts) if left else 0
         read_and_written = (c.kept() / c.ranks(rows) + RANGES / c.parts) * c.sum_bytes(rows)
-        join = TO_JOIN + OF_SUMS * read_and_written if c.parts > 1 else 0
+        join = TO_JOIN * c.parts + OF_SUMS * read_and_written if c.parts > 1 else 0
         ends = TO_END * (rounds + (left > 0))
-        return rounds * max(w, taken) + at_the_end + ends + join + TO_MEET * (c.cluster - 1)
+        return rounds * max(w, taken) + at_the_end + ends + join
 
     candidates = []
-    for features, cluster in itertools.product(reversed(WIDTHS), (1, 2, 4)):
+    for features in reversed(WIDTHS):
         if features // Cut(features, 0, 1).groups(rows) % (8 * halves):
             continue
-        tiles = Cut(features, 0, 1, cluster).tiles(*widths)
+        tiles = Cut(features, 0, 1).tiles(*widths)
         left = tiles % processors
-        if cluster > 1 and (together < processors or processors % cluster or rows < MEET_FROM):
-            continue
-        if cluster < 4 or tiles <= FOURS:
-            candidates.append(Cut(features, tiles, 1, cluster))
-        if left and cluster < 4 and row_bytes >= 128 * RANGES:
+        candidates.append(Cut(features, tiles, 1))
+        if left and row_bytes >= 128 * RANGES:
             each = [parts for parts in (2, 4, 8) if parts * left <= processors]  # has as many ranges
-            candidates += [Cut(features, tiles - left, parts, cluster) for parts in each]
+            candidates += [Cut(features, tiles - left, parts) for parts in each]
     return min(candidates, key=cost)
 
 
@@ -129,12 +123,12 @@ def product(
     widths = (len(w),) if w_more is None else (len(w), len(w_more))
     rows = next(n for n in (8, 16, 32, 64, 128) if n >= min(R, 128))
     row_tiles = -(-R // rows)
-    c = cut(widths, row_bytes, rows, processors, device.blocks_together(), halves)
+    c = cut(widths, row_bytes, rows, processors, halves)
     if row_tiles > 1:
         c = Cut(c.features, Cut(c.features, 0, 1).tiles(*widths), 1)
     cut_tiles = c.tiles(*widths) - c.whole
     units = row_tiles * (c.whole + cut_tiles * c.parts)
-    run = run_of(c, rows, row_bytes)
+    run = run_of(c.features, rows, row_bytes)
     place, chunks = 128 * run * (c.features + rows), -(-row_bytes // (128 * run))
     each = -(-row_tiles * c.whole // processors) * chunks + -(-chunks // c.parts)  # chunks of a block, about
     ring = LONG if each * place >= LONG_FROM else SHORT
@@ -148,7 +142,7 @@ def product(
     arrays = {"x": x, "w": in_turn, "w_more": None if w_more is None else w_more[:, None]}
     arrays |= {"sums": sums, "tickets": tickets, "use": use, "allowed": allowed, "largest": largest}
     sizes = {"R": R, "Ldx": x.strides[0] // x.itemsize if R > 1 else Din, "Din": Din, "Width": len(in_turn)}
-    sizes |= {"More": 0 if w_more is None else len(w_more), "Whole": c.whole, "Parts": c.parts, "Cluster": c.cluster}
+    sizes |= {"More": 0 if w_more is None else len(w_more), "Whole": c.whole, "Parts": c.parts}
     sizes |= {"Ranks": c.ranks(rows) if device.blocks_together() >= processors else 1, "Depth": depth}
     sizes["AtOnce"] = max(1, UNDER_WAY // (128 * run * c.features))
     sizes |= {"Sums": 0 if sums is None else sums.size, "Tickets": 0 if tickets is None else tickets.size}
@@ -160,7 +154,6 @@ def product(
         128 * (warpgroups + 1),
         {**arrays, "out": out, "more": more, **sizes},
         shared=1024 + depth * place + max(0, 128 * ((run - 1) * rows + 64) - place),
-        cluster=c.cluster,
         constants={"Out": device.c_type(out), **tile},
     )
 

@@ -29,6 +29,7 @@ LOW = 32  # rows of w in a tile up to which two ranges share a place
 OF_X, OF_SUMS = 0.45, 0.6  # k of a row of x, hi and lo, and a byte of a part's sums, written or read
 TO_END, TO_JOIN, TO_MEET = 25_000, 50_000, 10_000  # a tile's end, joining parts, each more block of a cluster
 MEET_FROM = 64  # rows of x from which blocks form clusters
+FOURS = 120  # blocks in clusters of four that an H200 runs at once
 MOST_DEPTH = 24  # places of their ring
 
 
@@ -141,7 +142,7 @@ def cut(width: int, Din: int, rows: int, processors: int, together: int) -> Cut:
         left = tiles % processors
         if cluster > 1 and (together < processors or processors % cluster or rows < MEET_FROM):
             continue
-        if cluster < 4 or tiles <= hopper.FOURS:
+        if cluster < 4 or tiles <= FOURS:
             candidates.append(Cut(features, tiles, 1, cluster))
         if left and cluster < 4 and Din >= SCALED * RANGES:
             each = [parts for parts in (2, 4, 8) if parts * left <= processors]  # has as many ranges

@@ -7,22 +7,20 @@
 // of w_more come behind those of w. Products have 64 rows of x, of which those behind the tile's are whatever lies there and
 // are left alone, and a warpgroup's rows of w, eight or more: so tiles are as wide as gives each block one, and the numbers of
 // neighbouring lanes are neighbours in out. How blocks share tiles: cut.cuh. Of the warps that own the same results of a cut
-// tile those Ranks that end last wait for one another and join the sums of some features each. Blocks of a cluster have the same k at the same time: each reads its share of the rows of x for all of them.
-// Its last tiles may lie behind the matrices, where zeros are read and nothing is written.
+// tile those Ranks that end last wait for one another and join the sums of some features each.
 //
 // Weights pass through L2 as what goes first, so that the codes and small arrays of all other kernels stay there: 0.8B's
 // step took 4 % longer without (H200, 2026-11-30).
 //
-// grid: one block a multiprocessor, at most. block: Groups warpgroups that share the
-// features, for each 64 rows of x, and one that asks, the first thread of a warp for tiles of w, that of the next for x, and in
-// clusters that of a third tells the other blocks as soon as a place is empty: their x may come then.
-// Depth places of a ring hold a chunk of w and x; it is filled with w before x is there, no more than AtOnce chunks on their way
-// at the same time: x comes through the same queues.
-// shared: 1 KB + Depth * 128 bytes * (Features + Rows) + what 64 rows of x are more than the last place has.
-// Read twice: x, by every cluster (L2), w by every tile of rows.
+// grid: one block a multiprocessor, at most. block: Groups warpgroups that share the features, for each 64 rows of x, and
+// one that asks, the first thread of a warp for tiles of w, that of the next for x. Depth places of a ring hold a chunk, Run
+// tiles of 64 k of w and x; it is filled with w before x is there, no more than AtOnce chunks on their way at the same time:
+// x comes through the same queues. To begin a chunk takes as long as to multiply one tile, so narrow ones come together.
+// shared: 1 KB + Depth * Run * 128 bytes * (Features + Rows) + what 64 rows of x are more than the last place has.
+// Read twice: x, by every block (L2), w by every tile of rows.
 //
 // arch: 90a
-// sizes: Out=bf16 Rows=8,64 Features=32 Groups=1 Run=2 Gated=0 | Out=bf16 Rows=32 Features=80,96 Groups=1 Run=1 Gated=0 | Out=bf16 Rows=128 Features=40,112,160 Groups=1 Run=1 Gated=0 | Out=float Rows=16 Features=192 Groups=2 Run=1 Gated=0 | Out=float Rows=128 Features=192 Groups=1 Run=1 Gated=0 | Out=bf16 Rows=16,64 Features=192 Groups=2 Run=1 Gated=1 | Out=bf16 Rows=128 Features=192 Groups=1 Run=1 Gated=1
+// sizes: Out=bf16 Rows=16 Features=32 Groups=1 Run=4 Gated=0 | Out=bf16 Rows=8,64 Features=32 Groups=1 Run=2 Gated=0 | Out=bf16 Rows=32 Features=80,96 Groups=1 Run=2 Gated=0 | Out=bf16 Rows=128 Features=64,80,96,160 Groups=1 Run=1 Gated=0 | Out=float Rows=16 Features=192 Groups=2 Run=1 Gated=0 | Out=float Rows=128 Features=192 Groups=1 Run=1 Gated=0 | Out=bf16 Rows=16,64 Features=192 Groups=2 Run=1 Gated=1 | Out=bf16 Rows=128 Features=192 Groups=1 Run=1 Gated=1
 #include "cut.cuh"
 #include "largest.cuh"
 #include "wgmma.cuh"
@@ -246,7 +244,7 @@ struct Results {
 extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1) linear_hopper(
     const __grid_constant__ TensorMap<const bf16> w,  // [Width, 1 + Gated, Din] strides [Din, Width * Din, 1] box [Features / (1 + Gated), 1 + Gated]
     const __grid_constant__ TensorMap<const bf16> w_more,  // [More, 1, Din] box [Features, 1] or null
-    const __grid_constant__ TensorMap<const bf16> x,       // [R, Din] strides [Ldx, 1] box [Rows / Cluster]
+    const __grid_constant__ TensorMap<const bf16> x,       // [R, Din] strides [Ldx, 1] box [Rows]
     float* sums,         // [Sums] aligned 16 or null; of parts of tiles, lane by lane
     int* tickets,        // [Tickets] or null; of each warp of a cut tile, 0 before and after
     Out* out,            // [R, Width]
@@ -261,7 +259,6 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
     int More,
     int Whole,
     int Parts,
-    int Cluster,
     int Ranks,
     int Depth,
     int AtOnce,
@@ -269,24 +266,18 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
     int Tickets)
 {
   extern __shared__ uint4 dynamic[];
-  __shared__ Barrier full[MOST], empty[MOST], loaded[MOST], room[MOST];  // room: in all blocks of the cluster
+  __shared__ Barrier full[MOST], empty[MOST], loaded[MOST];
   const Ring ring{reinterpret_cast<char*>(dynamic) + -(unsigned long long)dynamic % 1024, full, empty, loaded};
   const int lane = threadIdx.x % WARP, warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0);  // the same in a warp
   const int chunks = (Din + K - 1) / K, row_tiles = (R + Rows - 1) / Rows;
-  const int w_tiles = (Width + RESULTS - 1) / RESULTS;
-  const int tiles = (w_tiles + (More + RESULTS - 1) / RESULTS + Cluster - 1) / Cluster * Cluster;  // the last may be empty
-  const Units<Rows> units{row_tiles, Whole, Parts, Cluster, row_tiles * (Whole + (tiles - Whole) * Parts)};
+  const int w_tiles = (Width + RESULTS - 1) / RESULTS, tiles = w_tiles + (More + RESULTS - 1) / RESULTS;
+  const Units<Rows> units{row_tiles, Whole, Parts, 1, row_tiles * (Whole + (tiles - Whole) * Parts)};
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Depth; i++) {
-      make_barrier(full[i], 2), make_barrier(empty[i], WARPS);
-      make_barrier(loaded[i], 1), make_barrier(room[i], Cluster);
-    }
+    for (int i = 0; i < Depth; i++) make_barrier(full[i], 2), make_barrier(empty[i], WARPS), make_barrier(loaded[i], 1);
     barriers_made();
   }
   __syncthreads();
-  if (Cluster > 1) cluster_arrive();
-  if (Cluster > 1 && warp != WARPS) cluster_wait();
 
   if (warp >= WARPS && HUNGRY) fewer_registers<40>();
   if (warp == WARPS) {
@@ -315,32 +306,19 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
     if (lane) return;
     prefetch_map(x);
     bool first = true;
-    const int own = Cluster > 1 ? cluster_rank() * (Rows / Cluster) : 0;  // rows from here on are for all to load
     fill(units, chunks, empty, Depth, [&](const Unit& unit, int chunk, const Turn& turn) {
       Barrier& here = full[turn.place];
       if (first) after_previous();  // here, since the first unit takes some divisions
       first = false;
-      if (Cluster > 1) wait(room[turn.place], turn.parity);
       arrive_expecting(here, X_BYTES);
 #pragma unroll
       for (int i = 0; i < Run; i++) {
-        char* const to = ring.x(turn.place) + i * X_TILE + own * ROW_BYTES;
-        const int k = chunk * K + i * TILE_K;
-        if (Cluster > 1) {
-          load_tile_for_all(to, x, here, k, unit.row + own, Cluster);
-        } else {
-          load_tile(to, x, here, k, unit.row);
-        }
+        load_tile(ring.x(turn.place) + i * X_TILE, x, here, chunk * K + i * TILE_K, unit.row);
       }
     });
     return;
   }
 
-  if (warp == WARPS + 2 && lane == 0 && Cluster > 1) {
-    fill(units, chunks, empty, Depth, [&](const Unit&, int, const Turn& turn) {
-      for (int rank = 0; rank < Cluster; rank++) arrive_at(room[turn.place], rank);
-    });
-  }
   if (warp >= WARPS) return;
   if (HUNGRY) more_registers<232>();
   after_previous();
