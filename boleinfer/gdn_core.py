@@ -37,7 +37,7 @@ def gdn_core(
     norm: [V], the gain of the gated norm; all else as in gdn_inputs and gdn. The memory is not written.
     On the GPU a forest of `single` rows, or of few rows a request, is one launch, with the bits of the three."""
     if isinstance(forest, DeviceForest):
-        few = 0 if forest.single else gdn_few.rows_for(qkvz, taps, ring, forest, sizes)
+        few = not forest.single and gdn_few.takes(qkvz, taps, ring, forest, sizes)
         if forest.single or few:
             return _launch(few, qkvz, ba, taps, A_log, dt_bias, norm, eps, window, S, ring, slot, forest, sizes)
     Hk, K, Hv, V = sizes
@@ -54,7 +54,7 @@ BLOCKS = 2  # of a multiprocessor
 
 
 def _launch(
-    few: int,
+    few: bool,
     qkvz: Array,
     ba: Array,
     taps: Array,
@@ -69,7 +69,7 @@ def _launch(
     forest: DeviceForest,
     sizes: Sizes,
 ) -> tuple[Array, Array, Array, Array]:
-    """few: rows of a request as gdn_few found them, 0 where each has one at most."""
+    """few: by gdn_few; else each request has one row at most."""
     (Hk, K, Hv, V), R, B, C = sizes, len(qkvz), len(slot), ring.k.shape[1]
     if K not in WIDTHS or V not in WIDTHS or C > CHUNK:
         raise KernelError(f"gdn: K={K}, V={V}, a ring of {C}; the GPU takes K, V in {WIDTHS} and rings up to {CHUNK}")
@@ -79,7 +79,7 @@ def _launch(
     args |= {"S": S, "ring_k": ring.k, "ring_u": ring.u, "ring_g": ring.g, "length": ring.length, "slot": slot}
     args |= {"start": forest.start, "y": y, "k": k, "u": u, "g": g, "Hk": Hk, "Hv": Hv, "C": C, "B": B, "eps": eps}
     if R and B:
-        gdn_few.launch(few, args, forest, sizes) if few else _launch_single(args, taps.shape[1], sizes)
+        gdn_few.launch(args, forest, sizes) if few else _launch_single(args, taps.shape[1], sizes)
     return y, k, u, g
 
 

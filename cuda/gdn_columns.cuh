@@ -53,7 +53,7 @@ __device__ __forceinline__ void solve(Tokens& X, Memory& m, const Head& head, co
   for (int j = 0; j < TILES; j++) {
     if (j < w.tiles()) {
       float u[2][4];
-      solve_tile(u, X, j, m.T[number % 2][j], m.beta[w.window % 4], m.W[number % 2], w.tiles(), w.columns + TILE * j, me);
+      solve_tile(u, X, j, m.T[number % 2][j].T, m.beta[w.window % 4], m.W[number % 2], w.tiles(), w.columns + TILE * j, me);
 #pragma unroll
       for (int n = 0; n < 2; n++) {
 #pragma unroll

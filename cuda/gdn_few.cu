@@ -4,7 +4,7 @@
 // of which it has the bits, being made of the same functions. k, u and g are kept for the commit.
 //
 // What is remembered (state, ring, window) and the forest are read before the previous kernel is done (after_all_previous in
-// common.cuh), and what the same head of the request `Ahead` requests later remembers is then asked for into L2. Behind it:
+// common.cuh). Behind it:
 //   q, k, v | decays      Batch rows of one of the three by a warp | by the last one, the steward
 //   S^T q, S^T k | W, T   by the owners of 16 columns of V each | 16 x 16 tiles by the other warps
 //   u, o                  by the owners (gdn_small.cuh)
@@ -16,12 +16,12 @@
 // that Blocks fit on a multiprocessor. shared: sizeof(Memory); _shared in gdn_few.py repeats it.
 // Read twice: a key head's inputs and ring keys, by each of its value heads (L2).
 //
+// spills: two numbers a thread with twelve warps on sm_80 and sm_86, once; none on sm_90, where kinds of blocks were compared
 // sizes: Act=bf16 K=128 V=128 W=4 Rows=16 Ring=32 Warps=16 Blocks=1 Batch=4 Held=8
-// sizes: Act=bf16 K=128 V=128 W=4 Rows=16 Ring=32 Warps=12 Blocks=2 Batch=2 Held=8
 // sizes: Act=bf16 K=128 V=128 W=4 Rows=16 Ring=32 Warps=12 Blocks=2 Batch=2 Held=4
 // sizes: Act=bf16 K=128 V=128 W=4 Rows=16 Ring=32 Warps=8 Blocks=3 Batch=2 Held=4
-// sizes: Act=bf16 K=128 V=128 W=4 Rows=32 Ring=32 Warps=16 Blocks=1 Batch=4 Held=8
-// sizes: Act=bf16 K=64 V=64 W=4 Rows=16 Ring=32 Warps=12 Blocks=2 Batch=2 Held=4
+// sizes: Act=bf16 K=64 V=64 W=4 Rows=16 Ring=32 Warps=8 Blocks=3 Batch=2 Held=4
+constexpr int Vt = V;
 #include "gdn_small.cuh"
 
 #include "gated_rms_norm.cuh"
@@ -57,7 +57,7 @@ __device__ __forceinline__ void clear_unused(Memory& m, const Tree& tree) {
     for (int c = threadIdx.x % 8 * 8; c < K; c += 64) {
       store<8>(&m.x[0][0][0][row][c], Pack<bf16, 8>{});
       store<8>(&m.x[0][1][0][row][c], Pack<bf16, 8>{});
-      store<8>(&m.v[row][c], Pack<bf16, 8>{});
+      store<8>(&m.v[0][row][c], Pack<bf16, 8>{});
     }
   }
 }
@@ -93,7 +93,7 @@ __device__ __forceinline__ void convolve_rows(Memory& m, const Tree& tree, Act* 
     for (int i = 0; i < Batch; i++) {
       const int row = first + i;
       if (row >= ROWS || !tree.has(row) || me.lane >= LANES) continue;
-      write_head<K, NEAR>(type < 2 ? m.x[0][type][0][row] : m.v[row], y[i]);
+      write_head<K, NEAR>(type < 2 ? m.x[0][type][0][row] : m.v[0][row], y[i]);
       if (type == 1 && kept) write_head<K, NEAR>(kept + row * tree.Hk * K, y[i]);
     }
   }
@@ -118,7 +118,7 @@ __device__ __forceinline__ void norm_rows(Memory& m, const Tree& tree, const flo
   for (int i = 0; i < NORMED; i++) {
     const int row = me.warp + WARPS * i;
     if (row >= tree.rows) continue;
-    const auto rounded = read<NEAR>(m.v[row] + me.lane % LANES * NEAR);
+    const auto rounded = read<NEAR>(m.v[0][row] + me.lane % LANES * NEAR);
     float o[1][NEAR];
 #pragma unroll
     for (int n = 0; n < NEAR; n++) o[0][n] = to_float(rounded.v[n]);
@@ -152,21 +152,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_few(
     int Hk,
     int Hv,
     int C,
-    int B,
-    int Ahead,
     float eps)
 {
   extern __shared__ __align__(16) char memory[];
   Memory& m = *reinterpret_cast<Memory*>(memory);
-  const Found found(start, slot, chain, length, B, Ahead);
+  const Found found(start, slot, chain, length, request);
   const int key = found.key, h = found.h, first = found.first, rows = found.rows;
   if (rows <= 0) {
     if (h + found.b == 0) after_previous();  // one block has to
     return;
   }
-  const Remembered memories = {S, ring_k, ring_u, ring_g, Hk, Hv, C};
-  const Head head = memories.of(found.slot, key, h, found.ring);
-  const Tree tree = found.tree(request, Hk, Hv);
+  const Head head(found, S, ring_k, ring_u, ring_g, Hk, Hv, C);
+  const Tree tree = found.tree(Hk, Hv);
   const Lane me = this_lane();
   const int channels = 2 * Hk * K + Hv * V, pitch = channels + Hv * V;
   const int own = me.lane % LANES * NEAR;  // channels of a head
@@ -196,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_few(
   for (unsigned i = threadIdx.x; i < (W - 1) * WORDS; i += THREADS) {
     cp_async16(m.front.inputs[i / WORDS][0] + i % WORDS * 8, entries + i / WORDS * channels + channel_of(i % WORDS), true);
   }
-  gather(m.ring_k, tree.held, ring_k, me, [&](int i) { return i < head.ring ? head.ring_k + i * Hk * K : nullptr; });
+  copy_rows<0>(m.ring_k[0], tree.held, head.ring_k, Hk * K, tree.filled(0), me);
   cp_async_commit();
   const Slices slices(m.S, head.S, me);
   slices.ask(0, Held);
@@ -225,7 +222,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_few(
   for (int i = 0; i < NORMED; i++) {
     z[i][0] = read<NEAR>(inputs + min(me.warp + WARPS * i, rows - 1) * pitch + channels + h * V + own);
   }
-  if (me.warp == CARRIER && found.fetches) prefetch_head(memories.of(found.slot_later, key, h, found.ring_later), Hk, Hv);
 #pragma unroll
   for (int i = 0; i < MOVED; i++) {
     const unsigned n = threadIdx.x + i * THREADS;
@@ -246,10 +242,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_few(
 
   // u, o
   const long long at = ((long long)first * Hv + h) * V;
+  const auto out = [&](int i) { return m.v[0][i]; };  // in the place of v
   if (rows > 1) {
-    solve_tree(m, tree, head, slices, u + at, me);
+    solve_tree(m, tree, head, slices, u + at, out, me);
   } else if (tree.has(0)) {
-    solve_one(m, tree, past_g, head, u + at, me);
+    solve_one(m, tree, past_g, head, u + at, out, me);
   }
   __syncthreads();
 

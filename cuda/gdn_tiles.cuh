@@ -12,14 +12,21 @@ using Weights = bf16[2][PARTS][ROWS][WIDTH];     // of queries, of keys; columns
 using Square = float[TILE][TILE];                // [a][n]: beta_n W of key n with column a, own rows
 using Inverse = bf16[3][TILE][TILE + 8];         // T in parts, by columns
 
+// T, and before it what it is made from.
+union Inverted {
+  Square A;
+  Inverse T;
+};
+
 // ---- by columns of V ------------------------------------------------------------------------------------------------
 
 // X += S^T x of some windows; where there is a state to come, it takes the place of what has been read. tile: the state's keys,
-// 16 s on in place s % HELD; ready(s) waits until they are there, when those before them have been read.
-template <int HELD = K / 16, int WINDOWS, class Ready>
+// 16 s on in place s % HELD; ready(s) waits until they are there, when those before them have been read. MOST: tiles, at most,
+// whose rows are read before they are needed.
+template <int HELD = K / 16, int MOST = 2, int WINDOWS, class Ready>
 __device__ __forceinline__ void past(Tokens (&X)[WINDOWS], float* tile, const Inputs* rows, int tiles, const float* to_come,
                                      Ready ready, const Lane& me) {
-  constexpr int ALL = WINDOWS * TILES, AHEAD = ALL < 2 ? ALL : 2;  // tiles whose rows are read before they are needed
+  constexpr int ALL = WINDOWS * TILES, AHEAD = ALL < MOST ? ALL : MOST;
   Keys8 state[2];
   unsigned x[AHEAD][2][KEY_PARTS][2][2];
   const auto read_state = [&](int s) {
@@ -203,30 +210,31 @@ __device__ __forceinline__ void solve_tile(float (&u)[2][4], Tokens& X, int j, c
 
 // ---- W and T --------------------------------------------------------------------------------------------------------
 
-// T = (I + A)^-1 of 16 rows, by the first 16 lanes, a lane a column: each row's value, once known, is taken out of the rows
-// below. T[n, a] is what y_a leaves in u_n after the rows between have taken their part, so it is never above beta_n.
-__device__ __forceinline__ void invert(Inverse& T, const Square& A, int lane) {
-  if (lane < TILE) {
-    float t[TILE];
+// T = (I + A)^-1 of 16 rows, in the place of A. A column is two lanes', each of which writes a half: each row's value, once
+// known, is taken out of the rows below. T[n, a] is what y_a leaves in u_n after the rows between have taken their part, so it
+// is never above beta_n.
+__device__ __forceinline__ void invert(Inverted& m, int lane) {
+  float t[TILE];
 #pragma unroll
-    for (int n = 0; n < TILE; n++) t[n] = n == lane ? 1.0f : 0.0f;
+  for (int n = 0; n < TILE; n++) t[n] = n == lane % TILE ? 1.0f : 0.0f;
 #pragma unroll
-    for (int a = 0; a < TILE - 1; a++) {
-      const auto column = load<TILE>(A[a]);
+  for (int a = 0; a < TILE - 1; a++) {
+    const auto column = load<TILE>(m.A[a]);
 #pragma unroll
-      for (int n = a + 1; n < TILE; n++) t[n] = fmaf(-column.v[n], t[a], t[n]);
-    }
-    Pack<unsigned, TILE / 2> column[3];
-#pragma unroll
-    for (int n = 0; n < TILE; n += 2) {
-      unsigned part[3];
-      split(t[n], t[n + 1], part);
-#pragma unroll
-      for (int p = 0; p < 3; p++) column[p].v[n / 2] = part[p];
-    }
-#pragma unroll
-    for (int p = 0; p < 3; p++) store<TILE / 2>(reinterpret_cast<unsigned*>(T[p][lane]), column[p]);
+    for (int n = a + 1; n < TILE; n++) t[n] = fmaf(-column.v[n], t[a], t[n]);
   }
+  __syncwarp();
+  const bool low = lane < TILE;
+  Pack<unsigned, TILE / 4> column[3];
+#pragma unroll
+  for (int n = 0; n < TILE / 2; n += 2) {
+    unsigned part[3];
+    split(low ? t[n] : t[n + TILE / 2], low ? t[n + 1] : t[n + 1 + TILE / 2], part);
+#pragma unroll
+    for (int p = 0; p < 3; p++) column[p].v[n / 2] = part[p];
+  }
+#pragma unroll
+  for (int p = 0; p < 3; p++) store<TILE / 4>(reinterpret_cast<unsigned*>(&m.T[p][lane % TILE][lane / TILE * 8]), column[p]);
 }
 
 // Operands of 16 rows' scores with 16 keys, 16 channels of them.
@@ -249,8 +257,7 @@ struct Window {
   const float2* G;
   const float* beta;
   Weights& W;
-  Square* A;
-  Inverse* T;
+  Inverted* T;
 };
 
 // W of the 16 rows from `row` on with 16 columns, the first of which is column `at` of W. keys: theirs, parts `stride`
@@ -314,12 +321,12 @@ __device__ __forceinline__ void weigh_tile(const Window& w, int row, const bf16*
       }
       if (diagonal) {
 #pragma unroll
-        for (int e = 0; e < 2; e++) w.A[row / TILE][c + e][me.row + 8 * half] = beta[half] * value[1][e];
+        for (int e = 0; e < 2; e++) w.T[row / TILE].A[c + e][me.row + 8 * half] = beta[half] * value[1][e];
       }
     }
   }
   if (diagonal) {
     __syncwarp();
-    invert(w.T[row / TILE], w.A[row / TILE], me.lane);
+    invert(w.T[row / TILE], me.lane);
   }
 }

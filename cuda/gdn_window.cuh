@@ -56,8 +56,7 @@ struct Memory {
   Step steps[4];
   unsigned used[4][TREE / 32];                         // rows of the tree that are its own; by heads
   Weights W[2];
-  Inverse T[2][TILES];
-  Square A[TILES];
+  Inverted T[2][TILES];
 };
 
 // Where a head's rows and ring entries are.

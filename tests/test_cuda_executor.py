@@ -239,13 +239,13 @@ def test_small_trees_take_one_launch_in_a_gated_deltanet_layer(tmp_path, gpu, mo
     """And have the tokens of steps that take three."""
     folder, found = plausible_checkpoint(tmp_path, "qwen3_5"), []
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    monkeypatch.setattr(gdn_few, "HEADS", 1000)
-    for blocks in (gdn_few.BLOCKS, {}):
-        monkeypatch.setattr(gdn_few, "BLOCKS", blocks)
+    takes = gdn_few.takes
+    for few in (True, False):
+        monkeypatch.setattr(gdn_few, "takes", takes if few else lambda *_: False)
         with timing.recorded() as launches:
             requests = [request_of(p, params) for p in prompts()]
             found.append(finish(cuda_engine(folder, "mtp", act="bf16"), requests))
-        assert ("gdn_few.cu" in {launch.file for launch in launches}) == bool(blocks)
+        assert ("gdn_few.cu" in {launch.file for launch in launches}) == few
     assert found[0] == found[1]
 
 

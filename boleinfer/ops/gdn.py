@@ -178,9 +178,13 @@ def gdn(
 # ---- the GPU ---------------------------------------------------------------------------------------------------------
 
 WIDTHS = 16, 32, 64, 128  # of K and V that the kernels are for
-# Where requests have so many rows at most: warps of a block, blocks of a multiprocessor, slices of the state that a
-# block has room for; where there is a multiprocessor for each head, and else.
-SMALL = {16: ((16, 1, 8), (12, 2, 8)), 32: ((16, 1, 8), (8, 2, 4)), 64: ((16, 1, 8), (8, 2, 2))}
+# Where requests have so many rows at most: columns of V and warps of a block, blocks of a multiprocessor, slices of the
+# state that a block has room for. The first kind with a multiprocessor for each block is taken, or the last one.
+SMALL = {
+    16: ((64, 16, 1, 8), (128, 16, 1, 8), (128, 8, 3, 4)),
+    32: ((64, 16, 1, 8), (128, 16, 1, 8), (128, 8, 2, 4)),
+    64: ((64, 16, 1, 8), (128, 16, 1, 8), (128, 8, 2, 2)),
+}
 SMALL_RING = 32
 WARPS = {128: 12, 64: 8, 32: 8, 16: 8}  # of a block, by its columns of V
 FEW_WARPS = 6  # of narrow blocks with few rows: two fit on a multiprocessor, so that the next launch's can begin early
@@ -214,7 +218,7 @@ def _shared(constants: dict[str, Any], C: int) -> int:
     item, key_parts, parts, rows, buffers = (2, 1, 2, 32, 2) if act == "bf16" else (4, 3, 3, 16, 1)
     keys = 2 * key_parts * (4 * rows + buffers * panel) * (K + 8)
     steps = 8 * 4 * rows + 16 * rows + 2 * 8 * (CHUNK + TREE_ROWS) + 16 + 4 * 96 + 4 * 16
-    weights = 8 * parts * rows * (panel + rows + 8) + rows // 16 * (2 * 6 * 16 * 24 + 4 * 16 * 16)
+    weights = 8 * parts * rows * (panel + rows + 8) + rows // 16 * 2 * 6 * 16 * 24
     threads = min(4 * Vt, 1 << (32 * constants["Warps"]).bit_length() - 1)
     row = 4 * (Vt * threads // 16 + 3 * CHUNK + 4) + C * (K * item + 4 * Vt)
     return 4 * K * Vt + keys + steps + max(weights, row)
@@ -231,13 +235,14 @@ def small_rows(k: Array, S: Array, ring: Ring, most: int | None) -> int:
     return rows if rows and max(small_bytes(K, rows, *kind) for kind in SMALL[rows]) <= device.shared_bytes() else 0
 
 
-def small_bytes(K: int, rows: int, warps: int, blocks: int, held: int, front: int = 0) -> int:
+def small_bytes(K: int, rows: int, columns: int, warps: int, blocks: int, held: int, front: int = 0) -> int:
     """Bytes of Small in cuda/gdn_small.cuh for a kind of block; front: of what comes before W and T."""
-    window, windows = min(32, rows), -(-rows // 32)
-    buffers = windows if 16 * warps > K else 1
-    weights = buffers * (8 * window * (SMALL_RING + rows + 8) + window // 16 * 6 * 16 * 24) + window // 16 * 4 * 16 * 16
-    row = 4 * (K * min(4 * K, 1 << (32 * warps).bit_length() - 1) // 16 + 3 * CHUNK + 4)
-    fixed = 4 * 16 * min(held, K // 16) * K + 2 * (K + 8) * (3 * rows + SMALL_RING) + max(weights, row, front)
+    window, windows, columns = min(32, rows), -(-rows // 32), min(columns, K)
+    buffers = windows if 16 * warps > columns else 1
+    weights = buffers * (8 * window * (SMALL_RING + rows + 8) + window // 16 * 6 * 16 * 24)
+    row = 4 * (columns * min(4 * columns, 1 << (32 * warps).bit_length() - 1) // 16 + 3 * CHUNK + 4)
+    keys = 2 * (K + 8) * (2 * rows + SMALL_RING) + 2 * (columns + 8) * rows
+    fixed = 4 * 16 * min(held, K // 16) * columns + keys + max(weights, row, front)
     return fixed + 8 * (CHUNK + rows + 1) + 4 * rows * (1 + windows) + 8 + 16
 
 
@@ -247,20 +252,21 @@ def _launch(
     (R, Hk, K), Hv, C, B = k.shape, v.shape[1], ring.k.shape[1], len(forest.chain)
     o, u = device.empty(v.shape, v.dtype), device.empty(v.shape, np.float32)
     args = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "S": S, "slot": slot, "o": o, "u": u, "Hk": Hk, "Hv": Hv}
-    args |= {"ring_k": ring.k, "ring_u": ring.u, "ring_g": ring.g, "length": ring.length, "C": C, "B": B}
+    args |= {"ring_k": ring.k, "ring_u": ring.u, "ring_g": ring.g, "length": ring.length, "C": C}
     args |= {name: getattr(forest, name) for name in ("start", "chain", "parent", "request", "ancestors")}
     grid: int | tuple[int, int, int]
     if rows := small_rows(k, S, ring, forest.most):
-        warps, blocks, held = kind = SMALL[rows][B * Hv > device.multiprocessors()]
-        constants: dict[str, Any] = {"Act": "bf16", "K": K, "V": K, "Rows": rows, "Ring": SMALL_RING, "Warps": warps}
-        constants |= {"Blocks": blocks, "Held": min(held, K // 16)}
-        args["Ahead"] = max(1, blocks * device.multiprocessors() // Hv)
-        file, name, grid, block = "gdn_small.cu", "gdn_small", (Hv // Hk, Hk, B), 32 * warps
+        most = device.multiprocessors()
+        kind = next((kind for kind in SMALL[rows] if B * Hv * -(-K // kind[0]) <= most), SMALL[rows][-1])
+        columns, warps, blocks, held = min(kind[0], K), *kind[1:]
+        constants: dict[str, Any] = {"Act": "bf16", "K": K, "V": K, "Vt": columns, "Rows": rows, "Ring": SMALL_RING}
+        constants |= {"Warps": warps, "Blocks": blocks, "Held": min(held, K // 16)}
+        file, name, grid, block = "gdn_small.cu", "gdn_small", (Hv // Hk * (K // columns), Hk, B), 32 * warps
         shared = small_bytes(K, rows, *kind)
     else:
         file, name = "gdn.cu", "gdn"
         constants, grid, block = _tiles(k, S, ring, B)
-        shared = _shared(constants, C)
+        shared, args["B"] = _shared(constants, C), B
     if R and B:
         kernels.launch(file, name, grid, block, args, shared=shared, constants=constants)
     return o, u
