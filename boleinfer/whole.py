@@ -67,7 +67,7 @@ def tile(widths: tuple[int, ...], chunks: int, halves: int, rows: int, normed: b
 def _beside(tall: int, chunks: int, rows: int, normed: bool) -> int:
     """Bytes of shared memory beside the places of w: x, what the norm needs, the warps' sums."""
     sums = RANGES * rows * (-(-tall // 16) * 16 + 4)
-    return 1024 + 128 * chunks * rows + 4 * (sums + (32 + CHUNK * chunks if normed else 0))
+    return 1024 + 128 * chunks * rows + 4 * (sums + (32 if normed else 0))
 
 
 def takes(R: int, Din: int) -> bool:
@@ -103,11 +103,11 @@ def product(
     w_bytes = 128 * RANGES * tall * t.run * (t.places or -(-own // t.run))
     args: dict[str, Any] = {"w": _in_chunks(w), "w_more": None if w_more is None else _in_chunks(w_more), "x": given}
     args |= {"added": norm and norm.added, "sum": norm and norm.sum, "gain": norm and norm.gain}
-    args |= {"eps": norm.eps if norm else 0.0, "out": out, "more": more, "R": R, "Din": Din, "Dout": Dout}
+    args |= {"eps": norm.eps if norm else 0.0, "out": out, "more": more, "R": R, "Dout": Dout}
     args |= {"Ldx": given.strides[0] // given.itemsize if R > 1 else Din, "More": 0 if w_more is None else len(w_more)}
     at_once = UNDER_WAY // (128 * tall * t.run)
     args["AtOnce"] = max(RANGES, at_once // RANGES * RANGES) if t.places else max(1, at_once)
-    shape: dict[str, int | str] = {"Rows": rows, "Features": t.features, "Run": t.run, "Places": t.places}
+    shape: dict[str, int | str] = {"Din": Din, "Rows": rows, "Features": t.features, "Run": t.run, "Places": t.places}
     kernels.launch(
         FILE,
         "linear_whole",

@@ -18,7 +18,7 @@
 // it. Read twice: x, by every block (L2).
 //
 // arch: 90a
-// sizes: Out=bf16 Rows=1,8 Features=8,16,64 Run=1 Places=0 Normed=0 Gated=0 | Out=bf16 Rows=1,8 Features=8 Run=4,7 Places=0 Normed=0 Gated=0 | Out=bf16 Rows=1,8 Features=24,32 Run=1 Places=3 Normed=0 Gated=1 | Out=bf16 Rows=1 Features=32 Run=1 Places=0 Normed=1 Gated=1 | Out=bf16 Rows=1 Features=64 Run=1 Places=0 Normed=1 Gated=0 | Out=bf16 Rows=1 Features=48 Run=1 Places=4 Normed=1 Gated=0 | Out=float Rows=1 Features=40 Run=4 Places=2 Normed=1 Gated=0
+// sizes: Out=bf16 Din=2048 Rows=1,8 Features=8,16 Run=1,4 Places=0 Normed=0 Gated=0 | Out=bf16 Din=3584 Rows=1,8 Features=8 Run=7 Places=0 Normed=0 Gated=0 | Out=bf16 Din=1088 Rows=1,8 Features=64 Run=1 Places=0 Normed=0 Gated=0 | Out=bf16 Din=1024,4096 Rows=1,8 Features=24,32 Run=1 Places=3 Normed=0 Gated=1 | Out=bf16 Din=1024 Rows=1 Features=32 Run=1 Places=0 Normed=1 Gated=1 | Out=bf16 Din=1024 Rows=1 Features=40,64 Run=1 Places=0 Normed=1 Gated=0 | Out=bf16 Din=2560,5120,8192 Rows=1 Features=48 Run=1 Places=4 Normed=1 Gated=0 | Out=float Din=4096 Rows=1 Features=40 Run=4 Places=2 Normed=1 Gated=0
 #include "ranges.cuh"
 #include "tma.cuh"
 
@@ -27,10 +27,11 @@ constexpr int ROW_BYTES = 128, K = ROW_BYTES / sizeof(bf16);            // of a 
 constexpr int TALL = (1 + Gated) * Features, TILES = (TALL + 15) / 16;  // rows of w in a tile; 16 of them a product
 constexpr int CHUNK = TALL * ROW_BYTES, X_CHUNK = Rows * ROW_BYTES;     // bytes of w and of x
 constexpr int APART = 16 * TILES + 4;  // numbers from a row's sums to the next row's, not all in the same banks
-constexpr int MOST = Places ? Places : 8;
-constexpr int HELD = TILES == 1 && !Places ? 2 : 1;      // chunks of w that a warp has in registers
-constexpr int UNROLLED = Places || Run == 1 ? 1 : Run;  // chunks of a range that is one run
-constexpr int TOGETHER = TILES > 4 ? 1 : TILES > 1 || Normed || Gated ? 2 : 4;  // blocks for which registers suffice
+constexpr int CHUNKS = Din / K, LONGEST = (CHUNKS + RANGES - 1) / RANGES;  // of k; of a range, at most
+constexpr int PLACES = Places ? Places : (LONGEST + Run - 1) / Run;
+constexpr int HELD = TILES == 1 && !Places ? 2 : 1;                                     // chunks of w that a warp has in registers
+constexpr int UNROLLED = Places ? 1 : Run > 1 ? Run : LONGEST <= 2 ? LONGEST : 1;       // chunks of a range
+constexpr int TOGETHER = TILES > 4 ? 1 : TILES > 1 || Normed || Gated ? 2 : 4;          // blocks for which registers suffice
 static_assert(!Gated || Run == 1, "a chunk of gate and one of up lie together");
 
 // x, in a register from here on: the compiler would compute it again wherever it is needed, behind the wait.
@@ -61,39 +62,50 @@ struct Asker {
       char* const to = places + place * Run * CHUNK + s * (CHUNK / 2);
       load_tile(to, of_more ? w_more : w, full[place], 0, feature + s * width, begin + chunk, ONCE);
     }
-    if (++place == MOST) place = 0;
+    if (++place == PLACES) place = 0;
     if ((chunk += Run) >= own) chunk = 0, tile += gridDim.x;
   }
 };
 
-// x = the norm of stream + added, or of the stream alone, in the bits of rms_norm.cu, all of D numbers, of which a warp
-// makes those of its own words of 16 bytes; block 0 writes the sum. `meanwhile` runs while the two are read.
-// gain: in shared memory, perhaps on its way; squares: room for 32 numbers.
+// Chunks of a warp's range.
+__device__ __forceinline__ int chunks_of(int range) {
+  return CHUNKS % RANGES ? range_start(range + 1, CHUNKS) - range_start(range, CHUNKS) : LONGEST;
+}
+
+// x = the norm of stream + added, or of the stream alone, in the bits of rms_norm.cu, all of Din numbers, of which a warp
+// makes those of its own range, `own` chunks from `begin` on; block 0 writes the sum. `meanwhile` runs while the two are
+// read. squares: room for 32 numbers.
 template <class Meanwhile>
 __device__ __forceinline__ void norm(
-    const bf16* stream, const bf16* added, bf16* sum, const float* gain, float eps, int D, int first_word, int end_word,
-    bf16* x, float* squares, Meanwhile meanwhile) {
+    const bf16* stream, const bf16* added, bf16* sum, const float* gain, float eps, int begin, int own, bf16* x,
+    float* squares, Meanwhile meanwhile) {
   using Two = __nv_bfloat162;
-  const int lane = threadIdx.x % WARP, groups = D / 8, waves = (groups + WARP - 1) / WARP;
-  int i = threadIdx.x, near = 1;
-  while (near < waves) near *= 2;  // lanes that have all sums of squares
-  int place = lane & near - 1;
+  constexpr int WORDS = Din / 8, WAVES = (WORDS + WARP - 1) / WARP;  // of 16 bytes; of a warp's words
+  constexpr int EACH = (LONGEST * K / 4 + WARP - 1) / WARP;          // fours of a lane in a warp's range
+  const int lane = threadIdx.x % WARP;
+  int i = threadIdx.x;
   const Two* of_stream = reinterpret_cast<const Two*>(stream) + 4 * i;
   const Two* of_added = reinterpret_cast<const Two*>(added ? added : stream) + 4 * i;
-  keep(place), keep(of_stream), keep(of_added);
+  keep(of_stream), keep(of_added);
+  Pack<float, 4> delta[EACH];
+  const auto own_four = [&](int e) { return e * WARP + lane < own * K / 4 ? begin * K + 4 * (e * WARP + lane) : -1; };
+#pragma unroll
+  for (int e = 0; e < EACH; e++) {
+    if (own_four(e) >= 0) delta[e] = load<4>(gain + own_four(e));
+  }
   Pack<Two, 4> h, more = {};
   const auto read = [&] {
-    if (i < groups) h = load<4>(of_stream);
-    if (i < groups && added) more = load<4>(of_added);
+    if (i < WORDS) h = load<4>(of_stream);
+    if (i < WORDS && added) more = load<4>(of_added);
     of_stream += 4 * THREADS, of_added += 4 * THREADS;
   };
   after_previous();
   read();
   meanwhile();
 #pragma unroll 1
-  while (i < waves * WARP) {
+  while (i < WAVES * WARP) {
     float square = 0.0f;
-    if (i < groups) {
+    if (i < WORDS) {
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         h.v[j] = __hadd2(h.v[j], more.v[j]);
@@ -105,32 +117,43 @@ __device__ __forceinline__ void norm(
     }
     square = warp_sum(square);
     if (lane == 0) squares[i / WARP] = square;
+    if (WAVES <= RANGES) break;
     i += THREADS;
     read();
   }
-  cp_async_wait<0>();
   __syncthreads();
-  int word = first_word + lane;
-  Pack<bf16, 8> part;
-  Pack<float, 8> delta;
-  const auto read_part = [&] {
-    if (word < end_word) part = load<8>(x + 8 * word), delta = load<8>(gain + 8 * word);
-  };
-  read_part();
-  // warp_sum of the squares, without the steps that would add zeros
-  float square = place < waves ? squares[place] : 0.0f;
+  // warp_sum of the squares, a few in place
+  float square;
+  if constexpr (WAVES > 8) {
+    square = warp_sum(lane < WAVES ? squares[lane] : 0.0f);
+  } else {
+    constexpr int NEAR = WAVES > 4 ? 8 : 4;
+    float part[NEAR];
 #pragma unroll
-  for (int far = WARP / 2; far > 0; far /= 2) {
-    if (far < near) square += __shfl_xor_sync(ALL_LANES, square, far);
+    for (int w = 0; w < NEAR; w++) part[w] = w < WAVES ? squares[w] : 0.0f;
+#pragma unroll
+    for (int far = NEAR / 2; far > 0; far /= 2) {
+#pragma unroll
+      for (int w = 0; w < far; w++) part[w] += part[w + far];
+    }
+    square = part[0];
   }
-  const float scale = 1.0f / sqrtf(square / D + eps);
-#pragma unroll 1
-  while (word < end_word) {
+  const float scale = 1.0f / sqrtf(square / Din + eps);
 #pragma unroll
-    for (int j = 0; j < 8; j++) part.v[j] = from_float<bf16>(to_float(part.v[j]) * scale * (1.0f + delta.v[j]));
-    store(x + 8 * word, part);
-    word += WARP;
-    read_part();
+  for (int e = 0; e < EACH; e++) {
+    if (own_four(e) < 0) continue;
+    uint2* const four = reinterpret_cast<uint2*>(x + own_four(e));
+    const uint2 word = *four;
+    Two two[2];
+    memcpy(two, &word, 8);
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const float2 y = __bfloat1622float2(two[j]);
+      two[j] = __floats2bfloat162_rn(y.x * scale * (1.0f + delta[e].v[2 * j]), y.y * scale * (1.0f + delta[e].v[2 * j + 1]));
+    }
+    uint2 out;
+    memcpy(&out, two, 8);
+    *four = out;
   }
 }
 
@@ -146,48 +169,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, TOGETHER) linear_whole(
     float eps,
     int R,
     int Ldx,
-    int Din,
     int Dout,
     int More,
     int AtOnce)
 {
   extern __shared__ uint4 dynamic[];
-  __shared__ Barrier full[RANGES][MOST];
+  __shared__ Barrier full[RANGES][PLACES];
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  const int chunks = Din / K, begin = range_start(warp, chunks), own = range_start(warp + 1, chunks) - begin;
+  const int begin = range_start(warp, CHUNKS), own = chunks_of(warp);
   const int width = Dout / (1 + Gated), w_tiles = (width + Features - 1) / Features;
   const int tiles = w_tiles + (More + Features - 1) / Features;
-  const int longest = (chunks + RANGES - 1) / RANGES, places = Places ? Places : (longest + Run - 1) / Run;
   int skipped = -(unsigned long long)dynamic % 1024;
   keep(skipped);
   char* const all = reinterpret_cast<char*>(dynamic) + skipped;
-  char* const ws = all + warp * places * Run * CHUNK;
-  char* const x_all = all + RANGES * places * Run * CHUNK;
+  char* const ws = all + warp * PLACES * Run * CHUNK;
+  char* const x_all = all + RANGES * PLACES * Run * CHUNK;
   char* const xs = x_all + begin * X_CHUNK;
-  float* const squares = reinterpret_cast<float*>(x_all + chunks * X_CHUNK);  // and the gain, if Normed
-  float* const sums = squares + (Normed ? WARP + Din : 0);                     // [RANGES][Rows][APART]
+  float* const squares = reinterpret_cast<float*>(x_all + CHUNKS * X_CHUNK);  // if Normed
+  float* const sums = squares + (Normed ? WARP : 0);                          // [RANGES][Rows][APART]
   Asker asker{w, w_more, ws, full[warp], width, w_tiles, own ? tiles : 0, begin, own, (int)blockIdx.x};
 
   if (lane == 0) {
     prefetch_map(w);
 #pragma unroll 1
-    for (int i = 0; i < places; i++) make_barrier(full[warp][i], 1);
+    for (int i = 0; i < PLACES; i++) make_barrier(full[warp][i], 1);
     barriers_made();
   }
   __syncthreads();
   if (lane == 0) {
 #pragma unroll 1
-    for (int i = 0; i < places && asker.tile < asker.tiles; i++) {
+    for (int i = 0; i < PLACES && asker.tile < asker.tiles; i++) {
       const int before = i * RANGES + warp - AtOnce, range = before % RANGES;  // the run that has to be there first
-      const bool asked = Places || before / RANGES * Run < range_start(range + 1, chunks) - range_start(range, chunks);
+      const bool asked = Places || before / RANGES * Run < chunks_of(range);
       if (before >= 0 && asked) wait(full[range][before / RANGES], 0);
       asker.ask();
     }
-  }
-  if constexpr (Normed) {
-#pragma unroll 1
-    for (int i = 4 * threadIdx.x; i < Din; i += 4 * THREADS) cp_async16(squares + WARP + i, gain + i, true);
-    cp_async_commit();
   }
   // where a lane's words lie: of w for each product of a chunk, the last eight rows standing for sixteen; of x for two
   int w_at[4], x_at[2];
@@ -234,12 +250,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, TOGETHER) linear_whole(
   __syncwarp();
   if constexpr (Normed) {
     bf16* const row = reinterpret_cast<bf16*>(x_all);
-    norm(x, added, sum, squares + WARP, eps, Din, 8 * begin, 8 * (begin + own), row, squares, load_first);
+    norm(x, added, sum, gain, eps, begin, own, row, squares, load_first);
   } else if constexpr (Rows == 1) {
     const bf16* of_row = x + begin * K + 8 * lane;
     keep(of_row);
     after_previous();
-#pragma unroll 1
+#pragma unroll
     for (int i = lane; i < 8 * own; i += WARP, of_row += 8 * WARP) cp_async16(xs + 16 * i, of_row, true);
   } else {
     after_previous();
@@ -264,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TOGETHER) linear_whole(
   for (int tile = blockIdx.x; !Places || tile < tiles; tile += gridDim.x) {
     float own_sum[TILES][4] = {};
 #pragma unroll(UNROLLED)
-    for (int first = 0; first < (UNROLLED > 1 ? Run : own); first += HELD) {
+    for (int first = 0; first < (UNROLLED > 1 ? UNROLLED : own); first += HELD) {
 #pragma unroll
       for (int p = 0; p < HELD; p++) {
         const int i = first + p;
