@@ -14,84 +14,60 @@
 #include "arrival.cuh"
 #include "common.cuh"
 
-constexpr int THREADS = 256, EACH = 4, PART = 4 * THREADS * EACH;
+constexpr int THREADS = 256, EACH = 4, PART = 4 * THREADS * EACH;  // groups of 4 logits of a thread; logits of a block
+constexpr int JOINED = 4;   // keys of a lane at a time where parts are joined
 constexpr int WORDS = 4;    // of a row's ancestors
 constexpr int UNUSED = -2;  // parent of a row that holds nothing
 constexpr int MOST = 512;   // candidates of a request
 
-// A number and its place in one key: larger numbers first, of equal ones the lower place. 0 is below all of them.
-using Key = unsigned long long;
-
-__device__ __forceinline__ Key key_of(float x, int id) {
+// A number as bits that rise with it; 0, which stands for none, is below all of them.
+__device__ __forceinline__ unsigned rising_of(float x) {
   const unsigned bits = __float_as_uint(x + 0.0f);  // one zero only
-  const unsigned rising = bits >> 31 ? ~bits : bits | 0x80000000u;
-  return Key(rising) << 32 | unsigned(~id);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
-__device__ __forceinline__ int id_of(Key key) { return key ? ~int(unsigned(key)) : -1; }
-__device__ __forceinline__ float number_of(Key key) {
-  const unsigned rising = unsigned(key >> 32);
+__device__ __forceinline__ float number_of(unsigned rising) {
   return __uint_as_float(rising >> 31 ? rising & 0x7fffffffu : ~rising);
 }
 
-// Puts a key into its place among the largest.
-__device__ __forceinline__ void insert(Key (&best)[Top], Key key) {
-#pragma unroll
+__device__ __forceinline__ unsigned long long key_of(unsigned rising, int place) {
+  return (unsigned long long)rising << 32 | unsigned(place);
+}
+
+// The Top largest of a warp's numbers, N of each lane, of equal ones the lower place first: number i in lane i, which
+// leaves the others as 0. Places differ. Changes rising.
+template <int N>
+__device__ __forceinline__ void largest(unsigned (&rising)[N], const int (&place)[N], unsigned& number, int& at) {
+  number = 0, at = -1;
+#pragma unroll 1
   for (int i = 0; i < Top; i++) {
-    if (key > best[i]) {
-      const Key smaller = best[i];
-      best[i] = key;
-      key = smaller;
-    }
+    unsigned most = rising[0];
+#pragma unroll
+    for (int n = 1; n < N; n++) most = max(most, rising[n]);
+    most = __reduce_max_sync(ALL_LANES, most);
+    if (most == 0) return;
+    unsigned first = ~0u;
+#pragma unroll
+    for (int n = 0; n < N; n++) first = rising[n] == most ? min(first, unsigned(place[n])) : first;
+    first = __reduce_min_sync(ALL_LANES, first);
+#pragma unroll
+    for (int n = 0; n < N; n++) rising[n] = place[n] == int(first) ? 0 : rising[n];
+    if (threadIdx.x % WARP == i) number = most, at = first;
   }
 }
 
-// The largest of all lanes' keys, in every lane.
-__device__ __forceinline__ void merge(Key (&best)[Top]) {
-  Key all[Top];
-#pragma unroll
-  for (int i = 0; i < Top; i++) {
-    all[i] = best[0];
-#pragma unroll
-    for (int lane = WARP / 2; lane > 0; lane /= 2) {
-      const Key other = __shfl_xor_sync(ALL_LANES, all[i], lane);
-      all[i] = other > all[i] ? other : all[i];
-    }
-    if (best[0] == all[i]) {  // keys differ, so this is one lane, or nothing is left
-#pragma unroll
-      for (int j = 0; j + 1 < Top; j++) best[j] = best[j + 1];
-      best[Top - 1] = 0;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < Top; i++) best[i] = all[i];
-}
-
-// The largest keys, the maximum and sum e^(x - maximum) of all threads, from each one's own; the keys in warp 0 only.
-__device__ void join_threads(Key (&best)[Top], float& m, float& sum) {
-  __shared__ Key shared[THREADS / WARP][Top];
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  const float top = block_max(m);
-  sum = block_sum(m == -inf() ? sum : sum * expf(m - top));
+// The maximum and sum e^(x - maximum) of a warp's lanes from each one's own; -infinity and 0 count for nothing.
+__device__ __forceinline__ void join_sums(float& m, float& sum) {
+  const float top = warp_max(m);
+  sum = warp_sum(m == -inf() ? sum : sum * expf(m - top));  // NaN stays
   m = top;
-  merge(best);
-  __syncthreads();
-  if (lane == 0) {
-#pragma unroll
-    for (int i = 0; i < Top; i++) shared[warp][i] = best[i];
-  }
-  __syncthreads();
-  if (warp > 0) return;
-#pragma unroll
-  for (int i = 0; i < Top; i++) best[i] = lane < THREADS / WARP ? shared[lane][i] : 0;
-  merge(best);
 }
 
 // p = e^(x - max) / sum e^(x - max) of the Top largest x
-extern "C" __global__ void __launch_bounds__(256, 4) candidates(
+extern "C" __global__ void __launch_bounds__(THREADS) candidates(
     const float* logits,           // [N, Vocab]
     const int* rows,               // [N] or null; -1: the row holds nothing
     const int* names,              // [Vocab] or null: the id of each column, -1: none; null: its number
-    unsigned long long* part_key,  // [N, Parts, Top]
+    unsigned long long* part_key,  // [N, Parts, Top] numbers that rise with the logit, above columns
     float* part_sum,               // [N, Parts, 2] maximum and sum
     int* arrived,                  // [Counters] zeros
     int* ids,                      // [N, Top] by falling logit, of equal ones the lower column; -1: none
@@ -99,81 +75,91 @@ extern "C" __global__ void __launch_bounds__(256, 4) candidates(
     int Vocab,
     int Parts)
 {
+  constexpr int WARPS = THREADS / WARP;
+  __shared__ unsigned long long keys[WARPS][Top];
+  __shared__ float sums[WARPS][2];
   after_previous();
-  int* to = ids + (long long)blockIdx.x * Top;
-  float* p = prob + (long long)blockIdx.x * Top;
-  if (rows != nullptr && rows[blockIdx.x] < 0) {
-    if (blockIdx.y == 0 && threadIdx.x < Top) to[threadIdx.x] = -1, p[threadIdx.x] = 0.0f;
+  const int row = blockIdx.x, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  if (rows != nullptr && rows[row] < 0) {
+    if (blockIdx.y == 0 && threadIdx.x < Top) ids[row * Top + threadIdx.x] = -1, prob[row * Top + threadIdx.x] = 0.0f;
     return;
   }
 
-  // the block's part of the row; a NaN goes into the sum
-  const float* x = logits + (long long)blockIdx.x * Vocab;
-  const int first = blockIdx.y * PART + 4 * threadIdx.x;
-  float v[EACH][4], m = -inf(), sum = 0.0f;
-  if (Vocab % 4 == 0 && aligned16(logits)) {
+  // a warp's part of the row; a NaN goes into the sum
+  const float* x = logits + (long long)row * Vocab;
+  const int begin = blockIdx.y * PART + 4 * (warp * EACH * WARP + lane);
+  float v[4 * EACH], m, sum = 0.0f;
+  unsigned rising[4 * EACH], number;
+  int place[4 * EACH], at;
+  const bool whole = Vocab % 4 == 0 && aligned16(logits);
 #pragma unroll
-    for (int e = 0; e < EACH; e++) {
-      const int i = first + 4 * THREADS * e;
-      Pack<float, 4> group = {-inf(), -inf(), -inf(), -inf()};
-      if (i < Vocab) group = load<4>(x + i);
-#pragma unroll
-      for (int j = 0; j < 4; j++) v[e][j] = group.v[j];
-    }
-  } else {
-#pragma unroll
-    for (int e = 0; e < EACH; e++)
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const int i = first + 4 * THREADS * e + j;
-        v[e][j] = i < Vocab ? x[i] : -inf();
-      }
-  }
-  Key best[Top] = {};
-#pragma unroll
-  for (int e = 0; e < EACH; e++)
-#pragma unroll
-    for (int j = 0; j < 4; j++) m = fmaxf(m, v[e][j]);
-#pragma unroll
-  for (int e = 0; e < EACH; e++)
+  for (int e = 0; e < EACH; e++) {
+    const int i = begin + 4 * WARP * e;
+    Pack<float, 4> group = {-inf(), -inf(), -inf(), -inf()};
+    if (whole && i < Vocab) group = load<4>(x + i);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      const Key key = key_of(v[e][j], first + 4 * THREADS * e + j);
-      if (v[e][j] != -inf()) sum += expf(v[e][j] - m);
-      if (v[e][j] > -inf() && key > best[Top - 1]) insert(best, key);
+      if (!whole && i + j < Vocab) group.v[j] = x[i + j];
+      v[4 * e + j] = group.v[j];
+      place[4 * e + j] = i + j;
     }
-  join_threads(best, m, sum);
-  const long long part = (long long)blockIdx.x * Parts;
-  if (threadIdx.x == 0) {
-#pragma unroll
-    for (int i = 0; i < Top; i++) part_key[(part + blockIdx.y) * Top + i] = best[i];
-    part_sum[2 * (part + blockIdx.y)] = m;
-    part_sum[2 * (part + blockIdx.y) + 1] = sum;
   }
-  if (!arrives_last(arrived + blockIdx.x, Parts)) return;
+  m = v[0];
+#pragma unroll
+  for (int n = 1; n < 4 * EACH; n++) m = fmaxf(m, v[n]);
+#pragma unroll
+  for (int n = 0; n < 4 * EACH; n++) {
+    if (v[n] != -inf()) sum += expf(v[n] - m);
+    rising[n] = v[n] > -inf() ? rising_of(v[n]) : 0;
+  }
+  join_sums(m, sum);
+  largest(rising, place, number, at);
+  if (lane < Top) keys[warp][lane] = key_of(number, at);
+  if (lane == 0) sums[warp][0] = m, sums[warp][1] = sum;
+  __syncthreads();
 
-  // all parts together
+  // the block's, then, in the row's last block, the row's: warp 0 joins what warps, and blocks, have found
+  const unsigned long long* found = &keys[0][0];
+  const float* of_parts = &sums[0][0];
+  int parts = WARPS;
+  for (bool last = false;; last = true) {
+    unsigned best = 0;
+    int best_at = -1;
+    m = -inf(), sum = 0.0f;
+    if (warp == 0) {
+      for (int p = lane; p < parts; p += WARP) {
+        const float own = of_parts[2 * p], top = fmaxf(m, own);
+        sum = (m == -inf() ? sum : sum * expf(m - top)) + (own == -inf() ? 1.0f : expf(own - top)) * of_parts[2 * p + 1];
+        m = top;
+      }
+      join_sums(m, sum);
+      for (int k = 0; k < parts * Top; k += JOINED * WARP) {
+        unsigned more[JOINED + 1] = {best};
+        int where[JOINED + 1] = {best_at};
 #pragma unroll
-  for (int i = 0; i < Top; i++) best[i] = 0;
-  m = -inf(), sum = 0.0f;
-  for (int i = threadIdx.x; i < Parts; i += THREADS) {
-    const float own = part_sum[2 * (part + i)], top = fmaxf(m, own);
-    sum = (m == -inf() ? sum : sum * expf(m - top)) +
-          (own == -inf() ? 1.0f : expf(own - top)) * part_sum[2 * (part + i) + 1];
-    m = top;
-#pragma unroll
-    for (int j = 0; j < Top; j++) insert(best, part_key[(part + i) * Top + j]);
+        for (int n = 0; n < JOINED; n++) {
+          const int i = k + n * WARP + lane;
+          const unsigned long long key = i < parts * Top ? found[i] : 0;
+          more[n + 1] = unsigned(key >> 32), where[n + 1] = int(unsigned(key));
+        }
+        largest(more, where, best, best_at);
+      }
+    }
+    if (last) {
+      number = best, at = best_at;
+      break;
+    }
+    const long long part = (long long)row * Parts;
+    if (warp == 0 && lane < Top) part_key[(part + blockIdx.y) * Top + lane] = key_of(best, best_at);
+    if (threadIdx.x == 0) part_sum[2 * (part + blockIdx.y)] = m, part_sum[2 * (part + blockIdx.y) + 1] = sum;
+    if (!arrives_last(arrived + row, Parts)) return;
+    found = part_key + part * Top, of_parts = part_sum + 2 * part, parts = Parts;
   }
-  join_threads(best, m, sum);
-  if (threadIdx.x > 0) return;
-  const bool sound = fabsf(m) < inf() && sum < inf();
-#pragma unroll
-  for (int i = 0; i < Top; i++) {
-    const bool found = sound && best[i];
-    const int column = found ? id_of(best[i]) : -1;
-    to[i] = found && names != nullptr ? names[column] : column;
-    p[i] = found ? expf(number_of(best[i]) - m) / sum : 0.0f;
-  }
+  if (threadIdx.x >= Top) return;
+  const bool sound = fabsf(m) < inf() && sum < inf() && number > 0;
+  const int column = sound ? at : -1;
+  ids[row * Top + lane] = sound && names != nullptr ? names[column] : column;
+  prob[row * Top + lane] = sound ? expf(number_of(number) - m) / sum : 0.0f;
 }
 
 // One level: children of the candidates that were run, and the likeliest of these, to be run next
