@@ -318,17 +318,17 @@ class CudaExecutor:
             chain, source = frame.chain.forest, frame.chain.hidden_row[:n]
             pairs = chain.token[:n], hidden, chain.position[:n]
             if kind.plan is not None:
-                self._draft(frame, kind, self.model.mtp(*pairs, accepted, self.state, some, source))
+                last = frame.chain.last_row[: frame.drafts[kind].requests]
+                y = self.model.mtp(*pairs, accepted, self.state, some, source, last)
+                self._draft(frame, kind, last, y)
             else:
                 self.model.mtp_memory(*pairs, accepted, self.state, source)
         return None if kind.single else logits
 
-    def _draft(self, frame: _Frame, kind: _Kind, y: Array) -> None:
-        """The MTP layer's tree for the next step, into the slots. y: the layer's rows of the accepted tokens."""
+    def _draft(self, frame: _Frame, kind: _Kind, last: Array, y: Array) -> None:
+        """The MTP layer's tree for the next step, into the slots. y: the layer's rows of the last accepted tokens."""
         assert kind.plan is not None
         inputs, step, drafts = frame.inputs, frame.step, frame.drafts[kind]
-        last = frame.chain.last_row[: drafts.requests]
-        y = embedding(last, y)
         tree = Batch(drafts.forest, step.slot[: drafts.requests], step.page_table[: drafts.requests])
         short = self._heads.get(kind.plan.ids)
         rows, names = (None, None) if short is None else (short.rows, short.ids)

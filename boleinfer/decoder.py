@@ -87,6 +87,7 @@ class Decoder:
         state: State,
         rows: Array | None = None,
         source: Array | None = None,
+        wanted: Array | None = None,
     ) -> Array:
         """One pass of the MTP layer: y [n, D], whose logits predict the token after `token`.
 
@@ -96,12 +97,14 @@ class Decoder:
         batch:    a forest of such positions
         rows:     which rows of that forest these are (None: all)
         source:   int32 [n], the rows of `hidden` that are meant (None: as they stand)
+        wanted:   int32 [m], of a pass over the forest's first n rows those whose y is wanted (None: all); of the others
+                  only keys and values are computed. On the GPU -1 is none, whose y is undefined
 
         x = fc [norm(embedding(token)) ; norm(hidden)], then a full-attention layer with a KV cache of its own
         (equation: transformers' MtpModel)."""
         c, w, eps = self.config, self._mtp, self.config.rms_norm_eps
         before, rotation, memory = self._mtp_inputs(token, hidden, position, state, source)
-        y, stream = gated_attention(before, w["self_attn"], c, memory, batch, rotation, rows)
+        y, stream = gated_attention(before, w["self_attn"], c, memory, batch, rotation, rows, wanted)
         y, stream = self.ffn(Residual(stream, y, w["post_attention_layernorm"], eps), w["mlp"], c)
         return normed(Residual(stream, y, self.weights["mtp.norm"], eps))[0]
 

@@ -16,6 +16,7 @@ from boleinfer.device import Array, Fp8
 from boleinfer.gdn_core import gdn_core
 from boleinfer.moe_core import moe_core
 from boleinfer.ops.attention_inputs import attention_inputs
+from boleinfer.ops.embedding import embedding
 from boleinfer.ops.linear import linear
 from boleinfer.ops.moe import Shared
 from boleinfer.residual import Residual, norm_gated_linear, norm_linear, norm_linear_pair
@@ -48,15 +49,19 @@ def gated_attention(
     batch: Batch,
     rotation: tuple[Array, Array],
     rows: Array | None = None,
+    wanted: Array | None = None,
 ) -> tuple[Array, Array]:
     """Softmax attention over the committed past and the node's own path, its output gated.
 
-    rotation: cos and sin of the rows' positions; rows: which rows of the forest the stream has (None: all of them)."""
+    rotation: cos and sin of the rows' positions; rows: which rows of the forest the stream has (None: all of them)
+    wanted: which of the forest's first rows go on, where the stream has these (None: all that it has)"""
     Hq, Hkv, Dh = c.num_attention_heads, c.num_key_value_heads, c.head_dim
     qgkv, stream = norm_linear(r, w["qgkv_proj"])  # [R, (2 Hq + 2 Hkv) Dh]
     pages = memory.k, memory.v, batch.page_table, batch.forest
     norms = w["q_norm"], w["k_norm"], c.rms_norm_eps
-    o = attention_core(qgkv, *norms, *rotation, *pages, (Hq, Hkv, Dh), rows)  # [R, Hq, Dh]
+    o = attention_core(qgkv, *norms, *rotation, *pages, (Hq, Hkv, Dh), rows, wanted)  # [R, Hq, Dh]
+    if wanted is not None:
+        stream = embedding(wanted, stream)
     return linear(o.reshape(len(o), Hq * Dh), w["o_proj"]), stream
 
 
