@@ -7,6 +7,7 @@ have a few sizes, envelopes of rows; what an envelope has too many of is unused 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from boleinfer.device_forest import upload_paths
 from boleinfer.device_sampling import SamplingTable
 from boleinfer.device_step import EMPTY, Chain, Emitted, Part, Slots, Step, StepInputs, accept, follow, plant
 from boleinfer.device_waiting import MOST_WAITING, RING, Waiting
-from boleinfer.draft_head import DraftHead, rows_of
+from boleinfer.draft_head import MORE, DraftHead, rows_of
 from boleinfer.executor import Outcome
 from boleinfer.forest import Forest, Tree
 from boleinfer.graphs import Eager, Graphs
@@ -35,7 +36,7 @@ from boleinfer.state import Batch, Place, State
 
 ONE = 1  # row of the envelope in which a lone request decodes plainly
 SMALLEST, LARGEST_CAPTURED = 8, 128  # rows of the others; larger steps read prompts and run kernel by kernel
-LEVEL_ROWS = 8  # nodes of a level of all drafts together, where more requests have one each
+LEVEL_ROWS = 8  # nodes of a level of all drafts together, and rows of each request, where several have one node each
 ALONE_ROWS = 16  # rows that are accepted of a request that decodes alone, at most
 
 
@@ -57,13 +58,15 @@ class DraftPlan:
     ids: int | None = 65536
 
     def for_requests(self, requests: int) -> DraftPlan:
-        """The same for a step of up to so many: fewer nodes of each, so that a level is cheap."""
-        return replace(self, width=max(1, min(self.width, LEVEL_ROWS // requests)))
+        """The same for a step of up to so many: fewer nodes of each, so that a level is cheap, and no deeper than the
+        rows that each one has are worth."""
+        depth = self.depth if requests == 1 else min(self.depth, LEVEL_ROWS - 1)
+        return replace(self, width=max(1, min(self.width, LEVEL_ROWS // requests)), depth=depth)
 
 
 DRAFT_PLANS = (  # few: each is captured with each envelope
     DraftPlan(top_k=4, width=8),
-    DraftPlan(top_k=4, width=8, depth=7),  # with the root a chain of 8 rows, which cost hardly more than one
+    DraftPlan(top_k=4, width=8, depth=8),
     DraftPlan(ids=None),  # for texts in other languages
 )
 
@@ -143,6 +146,7 @@ class CudaExecutor:
         self.runner: Eager | Graphs = Graphs() if graphs else Eager()
         self._waiting: Waiting | None = None
         self._heads: dict[int | None, DraftHead] = {}  # by the ids that are always there
+        self._unheard: deque[int] = deque(maxlen=MORE)  # tokens that came since heads were told
         self._max_batch, self._max_rows, self._draft_nodes = max_batch, max_rows, max(1, draft_nodes)
         self.draft_as(drafting if draft_nodes else ())
         self._slots = Slots(state.slots.size, pages, self._draft_nodes)
@@ -211,6 +215,10 @@ class CudaExecutor:
             with self.runner.on():
                 logits = self.runner.run((frame.inputs.rows, kind), lambda: self._step(frame, kind))
                 fetched = frame.step.results.fetch(len(works), drafts=way > 0)
+                if kind.plan is not None:  # in time for the next drafts but one, so that no step waits for it
+                    for head in self._heads.values():
+                        head.add(self._unheard)
+                    self._unheard.clear()
         except Exception as error:
             for w in works if self._taking else ():
                 w.request.fail(f"a step failed when the GPU had taken its tokens ({error}); send the request again")
@@ -407,9 +415,7 @@ class CudaExecutor:
     ) -> Outcome:
         request, draft = work.request, emitted.draft if kind.waits or kind.takes else None
         tokens = [] if emitted.error else emitted.tokens
-        for head in self._heads.values():
-            with self.runner.on():
-                head.add(tokens)
+        self._unheard.extend(tokens)
         committed = 0 if emitted.error else work.known - work.complete + len(tokens)
         if request.place is not None:
             self._drafts[request.place.slot] = emitted.draft

@@ -83,9 +83,9 @@ class DraftHead:
         while new:
             now, new = new[: MORE - self._next], new[MORE - self._next :]
             a = self._first + self._next
-            ids = np.asarray(now, np.int32)
+            ids = device.upload(np.asarray(now, np.int32))
             device.write(self.ids[a : a + len(now)], ids)
-            self._put(a, embedding(device.upload(ids), self._head))
+            self._put(a, embedding(ids, self._head))
             places = range(self._next, self._next + len(now))
             self._place = {t: p for t, p in self._place.items() if p not in places} | dict(zip(now, places))
             self._next = places.stop % MORE

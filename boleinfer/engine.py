@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from boleinfer.budget import PLAIN, Budget, StepNews, Way
 from boleinfer.costs import CostTable
 from boleinfer.draft.base import Drafter
 from boleinfer.draft.none import NoDrafter
 from boleinfer.executor import Executor, Outcome
+from boleinfer.forest import Tree
 from boleinfer.request import Request
-from boleinfer.scheduler import Scheduler, Work, mean_length
+from boleinfer.scheduler import Scheduler, Work, grow, mean_length
 from boleinfer.state import State
 
-BLIND = 8  # steps in a row that verify guesses which the host has not read, in as many rows as the first
+BLIND = 16  # steps in a row that verify guesses which the host has not read, in as many rows as the first
 IDLE = 0.1  # part of a step's time for which the caller may have kept the engine waiting, for the time to count
 
 
@@ -93,6 +94,8 @@ class Engine:
             if not request.finished:
                 news.append(outcome.news(request))
                 request.committed += outcome.committed
+        if self._under_way is not None:
+            self._under_way = _told(self._under_way, {w.request: o.draft for w, o in works if o.draft is not None})
         verified = time.perf_counter()
         self.drafter.observe(news)
         ended = time.perf_counter()
@@ -194,6 +197,17 @@ class _Step:
     drawn: int
     planned: float
     ahead: int
+
+
+def _told(step: _Step, drafts: Mapping[Request, Tree]) -> _Step:
+    """A step that began before its guesses were read, with these: as many of each request's as it has rows for."""
+    works = [
+        replace(w, tree=grow(w.request.pending, draft.best(w.drafted)))
+        if w.drafted and not w.request.finished and (draft := drafts.get(w.request)) is not None
+        else w
+        for w in step.works
+    ]
+    return replace(step, works=works)
 
 
 def _take(work: Work, outcome: Outcome) -> None:

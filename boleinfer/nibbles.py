@@ -22,7 +22,7 @@ FEATURES, K, SHARING = 32, 128, 32  # of a brick; neighbours with the same scale
 NUMBERS = FEATURES * K // 2  # bytes of a brick's numbers
 BRICK = NUMBERS + 2 * FEATURES * K // SHARING
 MOST_ROWS, MOST_AT_ONCE = 8, 65535  # of a product; that one launch makes
-RANGES, MOST_PLACES = 16, 8  # of k; of a warp's ring
+RANGES, MOST_PLACES = 16, 2  # of k; of a warp's ring (three are slower on an H200)
 SUMS = 2 * 4 * RANGES * FEATURES * MOST_ROWS  # bytes
 
 

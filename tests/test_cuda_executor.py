@@ -97,6 +97,34 @@ def test_sampled_tokens_are_those_of_numpy(tmp_path, gpu, draft):
         assert [list(e or ()) for e in g.logprobs] == [list(e or ()) for e in w.logprobs]
 
 
+@pytest.mark.parametrize("together", [1, 3])
+def test_steps_begin_before_their_guesses_are_read(tmp_path, gpu, monkeypatch, together):
+    """As many in a row as may be, each with what the GPU drafted in the one before; the tokens are the same."""
+    monkeypatch.setattr("boleinfer.engine.BLIND", 3)
+    folder, some = plausible_checkpoint(tmp_path, "qwen3_5"), prompts()[:together]
+    greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    want = finish(engine_of(load(folder)), [request_of(p, greedy) for p in some])
+    engine, ahead, drafts = cuda_engine(folder, "mtp"), [], {}
+    run, learn = engine._run, engine._learn
+
+    def noted(works, way, before=0):
+        step = run(works, way, before)
+        ahead.append((before, sum(w.drafted for w in works)))
+        return step
+
+    def learnt(step, works, *times):
+        for w, o in works:
+            assert not w.drafted or w.draft.token.tolist() == drafts[w.request].best(w.drafted).token.tolist()
+            drafts[w.request] = o.draft
+        learn(step, works, *times)
+
+    monkeypatch.setattr(engine, "_run", noted)
+    monkeypatch.setattr(engine, "_learn", learnt)
+    requests = [request_of(p, greedy) for p in some]
+    assert finish(engine, requests) == want
+    assert max(ahead)[0] == 3 and all(drafted for before, drafted in ahead if before)
+
+
 @pytest.mark.parametrize("nodes", [2, 5, 17])
 def test_everything_is_captured_beforehand(tmp_path, gpu, monkeypatch, nodes):
     """A lone request and several, with drafts of few nodes and of many: no step is new while they run."""
