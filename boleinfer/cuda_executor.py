@@ -343,7 +343,7 @@ class CudaExecutor:
         for level in range(drafts.levels + 1):
             logits = self.model.logits(y, rows)
             found = candidates(logits, drafts.top_k, drafts.row if level else last, names)
-            grow(drafts, level, *found, inputs, self._slots)
+            grow(drafts, level, found, inputs, self._slots)
             if level < drafts.levels:
                 y = self.model.mtp(drafts.token, y, drafts.position, tree, self.state, drafts.row, drafts.source)
         keep(drafts, inputs, self._slots, step.results)

@@ -2,8 +2,8 @@
 
     y = the rows last_row of the MTP layer over device_step.Chain
     for level in range(drafts.levels + 1):
-        ids, prob = candidates(logits of y, top_k, rows)    rows: last_row at level 0, then drafts.row
-        grow(drafts, level, ids, prob, inputs, slots)       what to run next: token, row, source, position, forest
+        found = candidates(logits of y, top_k, rows)    rows: last_row at level 0, then drafts.row
+        grow(drafts, level, found, inputs, slots)       what to run next: token, row, source, position, forest
         y = the MTP layer over it, with y[source] (not after the last level)
     keep(drafts, inputs, slots, results)
 
@@ -14,6 +14,8 @@ nodes first. Logits that hold NaN or infinity give no candidate, and neither doe
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from boleinfer import device, kernels
@@ -22,7 +24,7 @@ from boleinfer.device_forest import TREE_ROWS
 from boleinfer.device_step import Results, Slots, StepInputs, forest_rows, new_forest
 
 MOST_CHILDREN, MOST_CANDIDATES = 8, 512  # of a node, of a request
-_THREADS, _PART = 256, 4096  # of a block of candidates: threads, and logits
+_WARPS, _PART, _MOST_WARPS = 8, 512, 16  # of a block of candidates, logits of a warp, of a block of grow
 _DRAFT = ("draft_token", "draft_parent", "draft_prob", "draft_count")
 
 
@@ -64,40 +66,48 @@ class Drafts:
         self._run, self._chosen = ints(requests), ints(requests, width)
 
 
-def candidates(logits: Array, top_k: int, rows: Array = None, names: Array = None) -> tuple[Array, Array]:
-    """The likeliest tokens of each row, int32 [n, top_k], -1 for none, and their probabilities, float32 [n, top_k].
+class Candidates(NamedTuple):
+    """The likeliest tokens of rows of logits, as their parts have found them.
 
-    logits: float32 [n, vocab]; rows: int32 [n], -1 where the row holds nothing (None: all hold something)
-    names:  int32 [vocab], the id of each column, -1: none (None: columns are ids)
-    By falling logit, of equal ones the lower column. p = e^(x - max) / sum e^(x - max), sums in float32.
-    """
+    part_key: uint64 [n, parts, top_k]; part_sum: float32 [n, parts, 2] (cuda/draft.cu)
+    rows:     int32 [n], -1 where the row holds nothing (None: all hold something)
+    names:    int32 [vocab], the id of each column, -1: none (None: columns are ids)"""
+
+    part_key: Array
+    part_sum: Array
+    rows: Array | None
+    names: Array | None
+
+
+def candidates(logits: Array, top_k: int, rows: Array | None = None, names: Array | None = None) -> Candidates:
+    """The likeliest tokens of each row of logits, float32 [n, vocab], by falling logit, of equal ones the lower column.
+
+    Their probabilities are p = e^(x - max) / sum e^(x - max), sums in float32."""
     n, vocab = logits.shape
-    ids, prob = device.empty((n, top_k), np.int32), device.empty((n, top_k), np.float32)
     parts = -(-vocab // _PART)
-    args = {"logits": logits, "rows": rows, "names": names, "ids": ids, "prob": prob, "Vocab": vocab, "Parts": parts}
-    args |= {
-        "part_key": device.empty((n, parts, top_k), np.uint64),
-        "part_sum": device.empty((n, parts, 2), np.float32),
-    }
-    args |= {"arrived": device.counters(n)}
-    kernels.launch("draft.cu", "candidates", (n, parts), _THREADS, args, constants={"Top": top_k})
-    return ids, prob
+    found = Candidates(device.empty((n, parts, top_k), np.uint64), device.empty((n, parts, 2), np.float32), rows, names)
+    args = {"logits": logits, "rows": rows, "part_key": found.part_key, "part_sum": found.part_sum}
+    args |= {"Vocab": vocab, "Parts": parts}
+    grid = n, -(-parts // _WARPS)
+    kernels.launch("draft.cu", "candidates", grid, 32 * _WARPS, args, constants={"Top": top_k})
+    return found
 
 
-def grow(drafts: Drafts, level: int, ids: Array, prob: Array, inputs: StepInputs, slots: Slots) -> None:
+def grow(drafts: Drafts, level: int, found: Candidates, inputs: StepInputs, slots: Slots) -> None:
     """Adds a level's candidates to the trees and chooses the rows of the next pass, of all levels but the last.
 
-    ids, prob: [n, top_k] of `candidates`, n = B at level 0 (children of the root), then B * width (of the last pass)
+    found: of n rows, n = B at level 0 (children of the root), then B * width (of the last pass)
     The draft's bounds are the inputs' draft_nodes and draft_depth. Level 0 begins new trees behind slots.length tokens.
     """
     d, on = drafts, inputs.on
     B, width = d.requests, d.width
-    expected = (B if level == 0 else B * width, d.top_k)
-    if ids.shape != expected:
-        raise ValueError(f"level {level} of these drafts needs candidates {expected}, got {ids.shape}")
+    n, parts, top_k = found.part_key.shape
+    expected = B if level == 0 else B * width, d.top_k
+    if (n, top_k) != expected:
+        raise ValueError(f"level {level} of these drafts needs candidates {expected}, got {n, top_k}")
     args = {
-        "ids": ids,
-        "prob": prob,
+        **found._asdict(),
+        "Parts": parts,
         "slot": on.slot[:B],
         "limit": on.draft_nodes[:B],
         "reach": on.draft_depth[:B],
@@ -114,7 +124,7 @@ def grow(drafts: Drafts, level: int, ids: Array, prob: Array, inputs: StepInputs
         "level": level,
         "worth": d.worth,
     }
-    block = -(-width * d.top_k // 32) * 32
+    block = max(-(-width * d.top_k // 32), min(width, _MOST_WARPS)) * 32
     kernels.launch("draft.cu", "grow", B, block, args, constants={"Top": d.top_k})
 
 

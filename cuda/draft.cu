@@ -4,18 +4,17 @@
 // A request's candidates have fixed places, C = Top + Levels * Width * Top of them: those below the root, then at every
 // level those of its first expanded candidate, of its second, and so on. A place without one has probability -1.
 //
-// candidates  grid: rows, ceil(Vocab / PART); a block owns PART logits of a row, the row's last block joins what they found.
-//             block: THREADS; a thread owns four groups of 4, 16 bytes where the size and the address allow it.
-//             shared: 64 * Top + 256 bytes. Read twice: nothing.
-// grow, keep  grid: B, a block owns a request, a thread a candidate. block: at least the candidates of a level, in full
-//             warps. shared: below 5 KiB. Read twice: probabilities, from shared memory.
+// candidates  grid: rows, ceil(Parts / WARPS). block: THREADS; a warp owns PART logits of a row, a thread EACH groups of 4,
+//             16 bytes where the size and the address allow it. shared: none. Read twice: nothing.
+// grow, keep  grid: B, a block owns a request, a thread a candidate, in grow at first a warp a row of logits. block: at
+//             least the candidates of a level, in full warps. shared: below 8 KiB. Read twice: probabilities, from
+//             shared memory.
 //
 // sizes: Top=1,2,3,8
-#include "arrival.cuh"
 #include "common.cuh"
 
-constexpr int THREADS = 256, EACH = 4, PART = 4 * THREADS * EACH;  // groups of 4 logits of a thread; logits of a block
-constexpr int JOINED = 4;   // keys of a lane at a time where parts are joined
+constexpr int THREADS = 256, WARPS = THREADS / WARP, EACH = 4, PART = 4 * EACH * WARP;
+constexpr int JOINED = 17;  // keys of a lane at a time: four of each part of 67,584 logits at once
 constexpr int WORDS = 4;    // of a row's ancestors
 constexpr int UNUSED = -2;  // parent of a row that holds nothing
 constexpr int MOST = 512;   // candidates of a request
@@ -62,39 +61,26 @@ __device__ __forceinline__ void join_sums(float& m, float& sum) {
   m = top;
 }
 
-// p = e^(x - max) / sum e^(x - max) of the Top largest x
+// What each part of a row gives: its likeliest logits, its maximum and sum e^(x - maximum)
 extern "C" __global__ void __launch_bounds__(THREADS) candidates(
     const float* logits,           // [N, Vocab]
-    const int* rows,               // [N] or null; -1: the row holds nothing
-    const int* names,              // [Vocab] or null: the id of each column, -1: none; null: its number
-    unsigned long long* part_key,  // [N, Parts, Top] numbers that rise with the logit, above columns
-    float* part_sum,               // [N, Parts, 2] maximum and sum
-    int* arrived,                  // [Counters] zeros
-    int* ids,                      // [N, Top] by falling logit, of equal ones the lower column; -1: none
-    float* prob,                   // [N, Top]
+    const int* rows,               // [N] or null; -1: the row holds nothing, and gives nothing
+    unsigned long long* part_key,  // [N, Parts, Top] numbers that rise with the logit, above columns; 0: none
+    float* part_sum,               // [N, Parts, 2]
     int Vocab,
     int Parts)
 {
-  constexpr int WARPS = THREADS / WARP;
-  __shared__ unsigned long long keys[WARPS][Top];
-  __shared__ float sums[WARPS][2];
   after_previous();
-  const int row = blockIdx.x, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  if (rows != nullptr && rows[row] < 0) {
-    if (blockIdx.y == 0 && threadIdx.x < Top) ids[row * Top + threadIdx.x] = -1, prob[row * Top + threadIdx.x] = 0.0f;
-    return;
-  }
-
-  // a warp's part of the row; a NaN goes into the sum
+  const int row = blockIdx.x, lane = threadIdx.x % WARP, part = blockIdx.y * WARPS + threadIdx.x / WARP;
+  if (part >= Parts || (rows != nullptr && rows[row] < 0)) return;
   const float* x = logits + (long long)row * Vocab;
-  const int begin = blockIdx.y * PART + 4 * (warp * EACH * WARP + lane);
-  float v[4 * EACH], m, sum = 0.0f;
+  float v[4 * EACH], m = -inf(), sum = 0.0f;
   unsigned rising[4 * EACH], number;
   int place[4 * EACH], at;
   const bool whole = Vocab % 4 == 0 && aligned16(logits);
 #pragma unroll
   for (int e = 0; e < EACH; e++) {
-    const int i = begin + 4 * WARP * e;
+    const int i = part * PART + 4 * (WARP * e + lane);
     Pack<float, 4> group = {-inf(), -inf(), -inf(), -inf()};
     if (whole && i < Vocab) group = load<4>(x + i);
 #pragma unroll
@@ -104,91 +90,80 @@ extern "C" __global__ void __launch_bounds__(THREADS) candidates(
       place[4 * e + j] = i + j;
     }
   }
-  m = v[0];
 #pragma unroll
-  for (int n = 1; n < 4 * EACH; n++) m = fmaxf(m, v[n]);
+  for (int n = 0; n < 4 * EACH; n++) m = fmaxf(m, v[n]);
 #pragma unroll
   for (int n = 0; n < 4 * EACH; n++) {
-    if (v[n] != -inf()) sum += expf(v[n] - m);
+    if (v[n] != -inf()) sum += expf(v[n] - m);  // a NaN goes into it
     rising[n] = v[n] > -inf() ? rising_of(v[n]) : 0;
   }
   join_sums(m, sum);
   largest(rising, place, number, at);
-  if (lane < Top) keys[warp][lane] = key_of(number, at);
-  if (lane == 0) sums[warp][0] = m, sums[warp][1] = sum;
-  __syncthreads();
+  const long long to = (long long)row * Parts + part;
+  if (lane < Top) part_key[to * Top + lane] = number ? key_of(number, at) : 0;
+  if (lane == 0) part_sum[2 * to] = m, part_sum[2 * to + 1] = sum;
+}
 
-  // the block's, then, in the row's last block, the row's: warp 0 joins what warps, and blocks, have found
-  const unsigned long long* found = &keys[0][0];
-  const float* of_parts = &sums[0][0];
-  int parts = WARPS;
-  for (bool last = false;; last = true) {
-    unsigned best = 0;
-    int best_at = -1;
-    m = -inf(), sum = 0.0f;
-    if (warp == 0) {
-      for (int p = lane; p < parts; p += WARP) {
-        const float own = of_parts[2 * p], top = fmaxf(m, own);
-        sum = (m == -inf() ? sum : sum * expf(m - top)) + (own == -inf() ? 1.0f : expf(own - top)) * of_parts[2 * p + 1];
-        m = top;
-      }
-      join_sums(m, sum);
-      for (int k = 0; k < parts * Top; k += JOINED * WARP) {
-        unsigned more[JOINED + 1] = {best};
-        int where[JOINED + 1] = {best_at};
-#pragma unroll
-        for (int n = 0; n < JOINED; n++) {
-          const int i = k + n * WARP + lane;
-          const unsigned long long key = i < parts * Top ? found[i] : 0;
-          more[n + 1] = unsigned(key >> 32), where[n + 1] = int(unsigned(key));
-        }
-        largest(more, where, best, best_at);
-      }
-    }
-    if (last) {
-      number = best, at = best_at;
-      break;
-    }
-    const long long part = (long long)row * Parts;
-    if (warp == 0 && lane < Top) part_key[(part + blockIdx.y) * Top + lane] = key_of(best, best_at);
-    if (threadIdx.x == 0) part_sum[2 * (part + blockIdx.y)] = m, part_sum[2 * (part + blockIdx.y) + 1] = sum;
-    if (!arrives_last(arrived + row, Parts)) return;
-    found = part_key + part * Top, of_parts = part_sum + 2 * part, parts = Parts;
+// Of the row whose parts these are the Top likeliest, by falling logit, of equal ones the lower column, by a warp: lane i
+// gets the column of number i, -1: none, and its p = e^(x - max) / sum e^(x - max).
+__device__ __forceinline__ void likeliest(
+    const unsigned long long* part_key, const float* part_sum, int parts, int& column, float& p) {
+  const int lane = threadIdx.x % WARP;
+  float m = -inf(), sum = 0.0f;
+  for (int i = lane; i < parts; i += WARP) {
+    const float own = part_sum[2 * i], more = part_sum[2 * i + 1], top = fmaxf(m, own);
+    sum = (m == -inf() ? sum : sum * expf(m - top)) + (own == -inf() ? more : expf(own - top) * more);
+    m = top;
   }
-  if (threadIdx.x >= Top) return;
+  unsigned number = 0;
+  int at = -1;
+  for (int k = 0; k < parts * Top; k += JOINED * WARP) {
+    unsigned rising[JOINED + 1] = {number};
+    int place[JOINED + 1] = {at};
+#pragma unroll
+    for (int n = 0; n < JOINED; n++) {
+      const int i = k + n * WARP + lane;
+      const unsigned long long key = i < parts * Top ? part_key[i] : 0;
+      rising[n + 1] = unsigned(key >> 32), place[n + 1] = int(unsigned(key));
+    }
+    largest(rising, place, number, at);
+  }
+  join_sums(m, sum);
   const bool sound = fabsf(m) < inf() && sum < inf() && number > 0;
-  const int column = sound ? at : -1;
-  ids[row * Top + lane] = sound && names != nullptr ? names[column] : column;
-  prob[row * Top + lane] = sound ? expf(number_of(number) - m) / sum : 0.0f;
+  column = sound ? at : -1;
+  p = sound ? expf(number_of(number) - m) / sum : 0.0f;
 }
 
 // One level: children of the candidates that were run, and the likeliest of these, to be run next
-extern "C" __global__ void __launch_bounds__(1024) grow(
-    const int* ids,         // [N, Top] N = B at level 0, else B * Width
-    const float* prob,      // [N, Top]
-    const int* slot,        // [B]
-    const int* limit,       // [B] nodes of a draft at most
-    const int* reach,       // [B] tokens of a path at most
-    const int* length,      // [Slots] committed tokens
-    int* candidate_token,   // [B, C]
-    int* candidate_parent,  // [B, C]
-    float* candidate_prob,  // [B, C] of the whole path; -1: no candidate
-    int* run,               // [B] candidates that were run
-    int* chosen,            // [B, Width] candidates to be run
-    int* level_token,       // [B, Width]
-    int* level_row,         // [B, Width] row of the forest, -1: none
-    int* level_source,      // [B, Width] row of ids under which it was found
-    int* level_position,    // [B, Width]
-    int* token,             // [R] the forest, R = B * Levels * Width, at least 1
-    int* parent,            // [R]
-    int* depth,             // [R]
-    int* request,           // [R]
-    int* position,          // [R]
-    int* kv_slot,           // [R]
-    unsigned* ancestors,    // [R, 4]
-    int* chain,             // [B]
-    int* start,             // [B + 1]
-    int* committed,         // [B]
+extern "C" __global__ void __launch_bounds__(MOST) grow(
+    const unsigned long long* part_key,// [N, Parts, Top] of candidates; N = B at level 0, else B * Width
+    const float* part_sum,             // [N, Parts, 2]
+    const int* rows,                   // [N] or null; -1: the row holds nothing
+    const int* names,                  // [Vocab] or null: the id of each column, -1: none; null: its number
+    const int* slot,                   // [B]
+    const int* limit,                  // [B] nodes of a draft at most
+    const int* reach,                  // [B] tokens of a path at most
+    const int* length,                 // [Slots] committed tokens
+    int* candidate_token,              // [B, C]
+    int* candidate_parent,             // [B, C]
+    float* candidate_prob,             // [B, C] of the whole path; -1: no candidate
+    int* run,                          // [B] candidates that were run
+    int* chosen,                       // [B, Width] candidates to be run
+    int* level_token,                  // [B, Width]
+    int* level_row,                    // [B, Width] row of the forest, -1: none
+    int* level_source,                 // [B, Width] row of logits under which it was found
+    int* level_position,               // [B, Width]
+    int* token,                        // [R] the forest, R = B * Levels * Width, at least 1
+    int* parent,                       // [R]
+    int* depth,                        // [R]
+    int* request,                      // [R]
+    int* position,                     // [R]
+    int* kv_slot,                      // [R]
+    unsigned* ancestors,               // [R, 4]
+    int* chain,                        // [B]
+    int* start,                        // [B + 1]
+    int* committed,                    // [B]
+    int Parts,
     int C,
     int Width,
     int Levels,
@@ -196,8 +171,8 @@ extern "C" __global__ void __launch_bounds__(1024) grow(
     float worth)
 {
   after_previous();
-  __shared__ float likely[MOST];
-  __shared__ int used;
+  __shared__ float likely[MOST], prob[MOST];
+  __shared__ int used, ids[MOST];
   const int b = blockIdx.x, i = threadIdx.x, s = slot[b], B = gridDim.x;
   const int T = s < 0 ? 0 : length[s], nodes = s < 0 ? 0 : limit[b], most = s < 0 ? 0 : reach[b];
   const int span = Width * Levels, first = b * span;
@@ -228,24 +203,38 @@ extern "C" __global__ void __launch_bounds__(1024) grow(
     __syncthreads();
   }
 
+  const int parents = level ? Width : 1;
+  for (int w = i / WARP; w < parents; w += blockDim.x / WARP) {
+    const int lane = i % WARP;
+    const long long from = b * parents + w, part = from * Parts;
+    int column = -1;
+    float p = 0.0f;
+    if (rows == nullptr || rows[from] >= 0) likeliest(part_key + part * Top, part_sum + 2 * part, Parts, column, p);
+    if (lane < Top) {
+      ids[w * Top + lane] = names != nullptr && column >= 0 ? names[column] : column;
+      prob[w * Top + lane] = p;
+    }
+  }
+  __syncthreads();
+
   // children: p(child) = p(parent) p(token)
-  const int w = i / Top, parents = level ? Width : 1, from = b * parents + w;  // from: the row of ids
+  const int w = i / Top, from = b * parents + w;  // from: the row of logits
   const int c = (level ? Top + (level - 1) * Width * Top : 0) + i;             // its place
   int above = -1, up = -1;                                                     // its parent, and that one's row
   float p = -1.0f;
   if (w < parents) {
     int id = -1;
     float at = 1.0f;
-    if (level == 0 && nodes > 0 && most > 0) id = ids[(long long)from * Top + i];
+    if (level == 0 && nodes > 0 && most > 0) id = ids[i];
     if (level > 0) {
       up = level_row[from];
       if (up >= 0) {
-        id = ids[(long long)from * Top + i % Top];
+        id = ids[i];
         above = chosen[from];
         at = candidate_prob[base + above];
       }
     }
-    if (id >= 0) p = at * prob[(long long)from * Top + i % Top];
+    if (id >= 0) p = at * prob[i];
     candidate_token[base + c] = id;
     candidate_parent[base + c] = above;
     candidate_prob[base + c] = p;

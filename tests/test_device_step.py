@@ -251,7 +251,7 @@ def test_an_empty_step_changes_nothing(gpu):
     for level in range(drafts.levels + 1):
         logits = device.upload(np.full((3 * (drafts.width if level else 1), 9), np.nan, "f"))
         rows = drafts.row if level else chain.last_row
-        grow(drafts, level, *candidates(logits, 2, rows), inputs, slots)
+        grow(drafts, level, candidates(logits, 2, rows), inputs, slots)
     keep(drafts, inputs, slots, step.results)
     assert_unused(step.forest, np.zeros(0, int))
     assert_unused(drafts.forest, np.zeros(0, int))
