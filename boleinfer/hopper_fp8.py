@@ -15,7 +15,7 @@ from boleinfer.hopper import RANGES, Cut
 from boleinfer.whole import Norm
 
 FILE, ROW_FILE, MANY_FILE = "linear_fp8.cu", "linear_fp8_row.cu", "linear_fp8_many.cu"
-MOST_ROWS = 8
+MOST_ROWS, MOST_OF_MORE = 16, 192  # rows of few; rows of w in a tile for which registers hold sums of more than eight
 MOST_FEATURES, MOST_TALL = 256, 272  # of a tile; rows of w in it
 RING = 200 * 1024  # bytes
 MOST_PLACES = 64
@@ -43,10 +43,16 @@ def tile(width: int, slabs: int, processors: int) -> int:
         rounds += 1
 
 
-def _beside(features: int, slabs: int, R: int, Din: int) -> int:
-    """Bytes of shared memory for a tile's sums of all ranges and its scales."""
+def _beside(features: int, slabs: int, sums: int, Din: int) -> int:
+    """Bytes of shared memory for so many sums of each row of w in a tile, and its scales."""
     blocks = (features + SCALED - 2) // SCALED + 1
-    return 4 * slabs * (RANGES * R * features + blocks * -(-Din // SCALED))
+    return 4 * slabs * (sums * features + blocks * -(-Din // SCALED))
+
+
+def takes_few(R: int, Dout: int, gated: bool = False) -> bool:
+    """Whether `product` can be called with R rows and w [Dout, ...]."""
+    slabs = 1 + gated
+    return R <= 8 or (R <= MOST_ROWS and slabs * tile(Dout // slabs, slabs, device.multiprocessors()) <= MOST_OF_MORE)
 
 
 def product(
@@ -60,7 +66,9 @@ def product(
     More, processors = 0 if w_more is None else len(w_more), device.multiprocessors()
     features = tile(Dout // slabs, slabs, processors)
     groups = 4 if slabs * features <= 64 else 2
-    place, beside = 128 * (slabs * features + 16) + 32, _beside(features, slabs, R, Din)
+    rows = 8 if R <= 8 else 16
+    place, kept = 128 * (slabs * features + 2 * rows) + 4 * rows, RANGES - RANGES // groups + 1
+    beside = _beside(features, slabs, kept * R, Din)
     depth = max(2, min((RING - beside) // place // groups, MOST_PLACES // groups, -(-Din // 128 // groups)))
     tiles = -(-Dout // slabs // features) + -(-More // (-(-features // 16) * 8))
     sizes = {"R": R, "Pad": x.inverse.shape[1], "Din": Din, "Dout": Dout, "More": More, "Depth": depth}
@@ -73,7 +81,13 @@ def product(
         192 * groups,
         args,
         shared=1024 + groups * depth * place + max(beside, 8192 - place),
-        constants={"Wt": "fp8", "Out": device.c_type(out), "Features": features, "Groups": groups, "Gated": int(gated)},
+        constants={
+            "Out": device.c_type(out),
+            "Rows": rows,
+            "Features": features,
+            "Groups": groups,
+            "Gated": int(gated),
+        },
     )
 
 
@@ -96,7 +110,7 @@ def product_of_row(
     tall, together = slabs * features, 2 if slabs * features <= LOW else 1  # ranges that share a place
     place = 128 * (2 * LOW if together == 2 else tall)
     x_bytes = (2 * SCALED * chunks + 128) * (1 + (More > 0))
-    beside = 1024 + x_bytes + 4 * chunks + _beside(features, slabs, 1, Din)
+    beside = 1024 + x_bytes + 4 * chunks + _beside(features, slabs, RANGES, Din)
     places = ((ALONE if gated else BESIDE) - beside) // place
     groups = 4 if places >= 8 and places // 4 * 4 >= EVEN * (places // 2 * 2) else 2
     each = -(-chunks // RANGES) * (RANGES // groups) // together  # places that a warpgroup fills for a tile

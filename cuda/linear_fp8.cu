@@ -1,26 +1,27 @@
-// x w^T on tensor cores of sm_90a, of FP8 w and up to eight rows as split_rows.cu leaves them; or of its halves
+// x w^T on tensor cores of sm_90a, of FP8 w and up to Rows rows as split_rows.cu leaves them; or of its halves
 // silu(gate) * up; or of two matrices, the second one bf16 and its result in float. Definitions: linear, gated_linear,
 // linear_pair in boleinfer/ops/linear.py. Sums in float32; Gated rounds them to Out before it goes on, as linear does.
 //
 // A tile is `Features` features of out, of gate and of up when Gated, or about half as many of w_more, with all of k.
 // Sums are made in the order of ranges.cuh, each FP8 block of 128 k on its own, then scaled. Warpgroups have a run of
-// ranges each, and a ring of Depth places for their chunks of w and x, filled with w before x is there; they wait for
+// ranges each, of which the first adds up its own, and a ring of Depth places for their chunks of w and x, filled with w before x is there; they wait for
 // one another only where a tile's sums meet.
 //
 // grid: one block a multiprocessor, at most; a block takes every gridDim.x-th tile. block: Groups warpgroups, and two
 // warps for each, whose first threads ask for its w and its x: a thread takes some 400 clocks to ask for a chunk of x.
-// shared: 1 KB + Groups * Depth * (128 bytes * (rows of w in a tile + 16) + 32) + the ranges' sums, or more where the
+// shared: 1 KB + Groups * Depth * (128 bytes * (rows of w in a tile + 2 * Rows) + 4 * Rows) + the sums, or more where the
 // last place has to have 64 rows. Read twice: x, by every tile (L2).
 //
 // arch: 90a
-// sizes: Wt=fp8 Out=bf16 Features=16,40,64 Groups=4 Gated=0 | Wt=fp8 Out=bf16 Features=96,256 Groups=2 Gated=0 | Wt=fp8 Out=bf16 Features=96,136 Groups=2 Gated=1
+// sizes: Out=bf16 Rows=8 Features=16,40,64 Groups=4 Gated=0 | Out=bf16 Rows=8,16 Features=96,256 Groups=2 Gated=0 | Out=bf16 Rows=16 Features=32 Groups=4 Gated=0 | Out=bf16 Rows=8,16 Features=96 Groups=2 Gated=1 | Out=bf16 Rows=8 Features=136 Groups=2 Gated=1
 #include "bulk.cuh"
 #include "linear_fp8.cuh"
 #include "wgmma.cuh"
 
-constexpr int ROWS = 8;  // of a tile of x
-constexpr int W_BYTES = TALL * ROW_BYTES, X_TILE = ROWS * ROW_BYTES, PLACE = W_BYTES + 2 * X_TILE;
-constexpr int UNIT_BYTES = 4 * ROWS;  // of 1 / s of a chunk of x
+constexpr int W_BYTES = TALL * ROW_BYTES, X_TILE = Rows * ROW_BYTES, PLACE = W_BYTES + 2 * X_TILE;
+constexpr int UNIT_BYTES = 4 * Rows;   // of 1 / s of a chunk of x
+constexpr int SUMS = Rows / 2;         // of a lane, of 64 rows of w
+constexpr int SLOTS = RANGES - OWN + 1;  // sums that meet: of the first warpgroup, and of each range behind it
 
 // Chunks of x and w on their way from the warps that ask for them to the warpgroups.
 struct Ring {
@@ -48,7 +49,7 @@ __device__ __forceinline__ void fill(int group, int tiles, Chunks chunks_of, con
 }
 
 // sum += the range's bf16 products of w_more.
-__device__ __forceinline__ void multiply(float (&sum)[TILES][4], int chunks, const Ring& ring, int depth, Turn& turn) {
+__device__ __forceinline__ void multiply(float (&sum)[TILES][SUMS], int chunks, const Ring& ring, int depth, Turn& turn) {
 #pragma unroll 1
   for (int i = 0; i < chunks; i++, turn.advance(depth)) {
     const int place = turn.place;
@@ -65,10 +66,10 @@ __device__ __forceinline__ void multiply(float (&sum)[TILES][4], int chunks, con
 }
 
 extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2 * Groups), 1) linear_fp8(
-    const __grid_constant__ TensorMap<const Wt> w,         // [Dout, Din] box [Features]
+    const __grid_constant__ TensorMap<const fp8> w,        // [Dout, Din] box [Features]
     const __grid_constant__ TensorMap<const bf16> w_more,  // [More, Din] box [(Features / 2 + 7) / 8 * 8] or null
-    const __grid_constant__ TensorMap<const Wt> x,         // [2 * R, Din] box [8]; hi of all rows, then lo
-    const __grid_constant__ TensorMap<const bf16> x_more,  // [R, Din] box [8] or null; x itself, for w_more
+    const __grid_constant__ TensorMap<const fp8> x,        // [2 * R, Din] box [Rows]; hi of all rows, then lo
+    const __grid_constant__ TensorMap<const bf16> x_more,  // [R, Din] box [Rows] or null; x itself, for w_more
     const float* inverse,             // [(Din + 127) / 128, Pad]; 1 / s of x
     const float* __restrict__ scale,  // [(Dout + 127) / 128, (Din + 127) / 128] of w
     Out* out,                         // [R, Dout / (1 + Gated)]
@@ -86,13 +87,13 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2 * Groups), 1) lin
   const int group = asking < 0 ? warp / 4 : asking % Groups, first = group * Depth;
   char* const places = reinterpret_cast<char*>(dynamic) + -(unsigned long long)dynamic % 1024;
   char* const units = places + Groups * Depth * PLACE;
-  float* const sums = reinterpret_cast<float*>(units + Groups * Depth * UNIT_BYTES);  // [RANGES, R, TALL]
+  float* const sums = reinterpret_cast<float*>(units + Groups * Depth * UNIT_BYTES);  // [SLOTS, R, TALL]
   const Ring ring{places + first * PLACE, units + first * UNIT_BYTES, full + first, empty + first};
   const int width = Dout / SLABS, w_tiles = (width + Features - 1) / Features;
   const int tiles = w_tiles + (More + MORE_TALL - 1) / MORE_TALL;
   const int chunks = (Din + SCALED - 1) / SCALED, more_chunks = (Din + 63) / 64;
   const auto chunks_of = [&](int tile) { return tile < w_tiles ? chunks : more_chunks; };
-  const Scales scales{sums + RANGES * R * TALL, chunks, width, Dout};
+  const Scales scales{sums + SLOTS * R * TALL, chunks, width, Dout};
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < Groups * Depth; i++) make_barrier(full[i], 2), make_barrier(empty[i], 4);
@@ -149,10 +150,11 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2 * Groups), 1) lin
 #pragma unroll
     for (int i = 0; i < 2 * TILES; i++) at[i / 2][i % 2] = scales.of(tile, start_of(i / 2, TALL) + own + i % 2 * 8);
 
-    const int all = chunks_of(tile);
+    const int all = chunks_of(tile), tall = tile < w_tiles ? TALL : MORE_TALL;
+    float first_sum[TILES][SUMS] = {};
 #pragma unroll 1
     for (int r = group * OWN; r < (group + 1) * OWN; r++) {
-      float sum[TILES][4] = {};
+      float sum[TILES][SUMS] = {};
       const int begin = range_start(r, all), end = range_start(r + 1, all);
       if (!Gated && tile >= w_tiles) {
         multiply(sum, end - begin, ring, Depth, turn);
@@ -161,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2 * Groups), 1) lin
         for (int chunk = begin; chunk < end; chunk++, turn.advance(Depth)) {
           const int place = turn.place;
           wait(ring.full[place], turn.parity);
-          float part[TILES][8];  // hi, lo
+          float part[TILES][2 * SUMS];  // hi, lo
           wgmma_begin();
 #pragma unroll
           for (int i = 0; i < TILES * 4; i++) {
@@ -169,7 +171,11 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2 * Groups), 1) lin
             wgmma_e4m3(part[t], Tile(ring.w(place) + start_of(t, TALL) * ROW_BYTES), Tile(ring.x(place)), step, step);
           }
           wgmma_end();
-          const float2 unit = *reinterpret_cast<const float2*>(ring.unit(place) + 8 * (lane % 4));
+          float2 unit[Rows / 8];
+#pragma unroll
+          for (int n = 0; n < Rows / 8; n++) {
+            unit[n] = *reinterpret_cast<const float2*>(ring.unit(place) + 32 * n + 8 * (lane % 4));
+          }
           float factor[TILES][2];
 #pragma unroll
           for (int i = 0; i < 2 * TILES; i++) factor[i / 2][i % 2] = at[i / 2][i % 2][chunk];
@@ -177,18 +183,27 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2 * Groups), 1) lin
           __syncwarp();  // all lanes have read 1 / s
           if (lane == 0) arrive(ring.empty[place]);
 #pragma unroll
-          for (int i = 0; i < 8 * TILES; i++) {
-            const int t = i / 8, j = i % 4;
-            const float own_unit = (i % 8 < 4 ? 1.0f : 1.0f / 32) * (j % 2 ? unit.y : unit.x);
-            sum[t][j] = fmaf(factor[t][j / 2] * own_unit, part[t][i % 8], sum[t][j]);
+          for (int i = 0; i < 2 * SUMS * TILES; i++) {
+            const int t = i / (2 * SUMS), p = i % (2 * SUMS), j = i % SUMS;
+            const float own_unit = (p < SUMS ? 1.0f : 1.0f / 32) * (j % 2 ? unit[j / 4].y : unit[j / 4].x);
+            sum[t][j] = fmaf(factor[t][j / 2 % 2] * own_unit, part[t][p], sum[t][j]);
           }
         }
       }
+      if (group == 0) {
 #pragma unroll
-      for (int i = 0; i < 4 * TILES; i++) {
-        const int t = i / 4, row = 2 * (lane % 4) + i % 2, tall = tile < w_tiles ? TALL : MORE_TALL;
-        const int feature = start_of(t, tall) + own + i % 4 / 2 * 8;
-        if (row < R && 64 * t < tall && feature < tall) sums[(r * R + row) * TALL + feature] = sum[t][i % 4];
+        for (int i = 0; i < SUMS * TILES; i++) {
+          float& y = first_sum[i / SUMS][i % SUMS];
+          sum[i / SUMS][i % SUMS] = y += sum[i / SUMS][i % SUMS];
+        }
+        if (r < OWN - 1) continue;
+      }
+      float* const to = sums + (r - OWN + 1) * R * TALL;
+#pragma unroll
+      for (int i = 0; i < SUMS * TILES; i++) {
+        const int t = i / SUMS, j = i % SUMS, row = j / 4 * 8 + 2 * (lane % 4) + j % 2;
+        const int feature = start_of(t, tall) + own + j % 4 / 2 * 8;
+        if (row < R && 64 * t < tall && feature < tall) to[row * TALL + feature] = sum[t][j];
       }
     }
 
@@ -199,11 +214,11 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2 * Groups), 1) lin
       const int more_feature = (tile - w_tiles) * MORE_TALL + n;
       const float* const from = sums + row * TALL + n;
       if (tile >= w_tiles) {
-        if (more_feature < More) more[(long long)row * More + more_feature] = total(from, R * TALL);
+        if (more_feature < More) more[(long long)row * More + more_feature] = total<SLOTS>(from, R * TALL);
       } else if (feature < width) {
-        Out y = from_float<Out>(total(from, R * TALL));
+        Out y = from_float<Out>(total<SLOTS>(from, R * TALL));
         if constexpr (Gated) {
-          y = from_float<Out>(silu(to_float(y)) * to_float(from_float<Out>(total(from + Features, R * TALL))));
+          y = from_float<Out>(silu(to_float(y)) * to_float(from_float<Out>(total<SLOTS>(from + Features, R * TALL))));
         }
         out[(long long)row * width + feature] = y;
       }

@@ -46,10 +46,11 @@ struct Scales {
   }
 };
 
-// The ranges' sums in order: numbers `apart` apart.
+// All sums of a number in order: `apart` numbers apart.
+template <int COUNT>
 __device__ __forceinline__ float total(const float* sums, int apart) {
   float y = 0.0f;
 #pragma unroll
-  for (int r = 0; r < RANGES; r++) y += sums[r * apart];
+  for (int r = 0; r < COUNT; r++) y += sums[r * apart];
   return y;
 }

@@ -300,10 +300,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARP * Groups, 1) linear_
 
     const int n = threadIdx.x, feature = tile * Features + n, more_feature = (tile - w_tiles) * MORE_TALL + n;
     if (tile >= w_tiles) {
-      if (n < MORE_TALL && more_feature < More) more[more_feature] = total(sums + n, TALL);
+      if (n < MORE_TALL && more_feature < More) more[more_feature] = total<RANGES>(sums + n, TALL);
     } else if (n < Features && feature < width) {
-      Out y = from_float<Out>(total(sums + n, TALL));
-      if constexpr (Gated) y = from_float<Out>(silu(to_float(y)) * to_float(from_float<Out>(total(sums + Features + n, TALL))));
+      Out y = from_float<Out>(total<RANGES>(sums + n, TALL));
+      if constexpr (Gated) y = from_float<Out>(silu(to_float(y)) * to_float(from_float<Out>(total<RANGES>(sums + Features + n, TALL))));
       out[feature] = y;
     }
     const int next = tile + gridDim.x;

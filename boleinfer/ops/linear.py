@@ -106,7 +106,7 @@ def linear_pair(x: Array | Split, w: Array | Fp8, more: Array | Fp8) -> tuple[Ar
     bf16 = all(not isinstance(m, Fp8) and device.c_type(m) == "bf16" for m in (rows, more))
     fits = bf16 and device.c_type(bits) != "float" and _whole_words(rows, bits) and kernels.runs_here(hopper.FILE)
     if isinstance(w, Fp8):
-        fits = fits and rows.flags.c_contiguous and len(rows) <= hopper_fp8.MOST_ROWS
+        fits = fits and rows.flags.c_contiguous and hopper_fp8.takes_few(len(rows), len(bits))
     if not (fits and 0 < len(rows) <= SOME_ROWS):
         return linear(x, w), linear(rows, more, np.float32)
     out, second = device.empty((len(rows), len(bits)), rows.dtype), device.empty((len(rows), len(more)), np.float32)
@@ -212,7 +212,7 @@ def _on_hopper(x: Array | Split, w: Array | Fp8, out: Array, **more: Any) -> Non
             hopper_fp8.product_of_row(x, w, out, **more)
             return
         split = x if isinstance(x, Split) else split_rows(x)._replace(rows=x)
-        if few and len(out) <= hopper_fp8.MOST_ROWS:
+        if few and hopper_fp8.takes_few(len(out), len(w.bits), more.get("gated", False)):
             hopper_fp8.product(split, w, out, **more)
         else:
             hopper_fp8.product_of_many(split, w, out, **more)
