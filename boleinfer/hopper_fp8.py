@@ -72,6 +72,7 @@ def product(
     depth = max(2, min((RING - beside) // place // groups, MOST_PLACES // groups, -(-Din // 128 // groups)))
     tiles = -(-Dout // slabs // features) + -(-More // (-(-features // 16) * 8))
     sizes = {"R": R, "Pad": x.inverse.shape[1], "Din": Din, "Dout": Dout, "More": More, "Depth": depth}
+    shape: dict[str, int | str] = {"Rows": rows, "Features": features, "Groups": groups}
     args = {"w": w.bits, "w_more": w_more, "x": x.parts, "x_more": None if w_more is None else x.rows}
     args |= {"inverse": x.inverse, "scale": w.scale, "out": out, "more": more, **sizes}
     kernels.launch(
@@ -81,13 +82,7 @@ def product(
         192 * groups,
         args,
         shared=1024 + groups * depth * place + max(beside, 8192 - place),
-        constants={
-            "Out": device.c_type(out),
-            "Rows": rows,
-            "Features": features,
-            "Groups": groups,
-            "Gated": int(gated),
-        },
+        constants={"Out": device.c_type(out), **shape, "Gated": int(gated)},
     )
 
 
