@@ -22,9 +22,12 @@ __device__ __forceinline__ float split(const Pack<bf16, N>& x, Pack<fp8, N>& hi,
   const int exponent = max((int)(most >> 23), 8);
   const float s = __int_as_float((261 - exponent) << 23);
 #pragma unroll
-  for (int i = 0; i < N; i++) {
-    hi.v[i] = from_float<fp8>(wide[i] * s);
-    lo.v[i] = from_float<fp8>((wide[i] * s - to_float(hi.v[i])) * 32);
+  for (int i = 0; i < N; i += 2) {  // one instruction for two
+    const float2 both = make_float2(wide[i] * s, wide[i + 1] * s);
+    const __nv_fp8x2_e4m3 high(both);
+    const float2 rounded(high);
+    const __nv_fp8x2_e4m3 low(make_float2((both.x - rounded.x) * 32, (both.y - rounded.y) * 32));
+    memcpy(hi.v + i, &high, 2), memcpy(lo.v + i, &low, 2);
   }
   return most >= 0x7f800000u ? nan() : __int_as_float((exponent - 7) << 23);
 }
