@@ -15,15 +15,15 @@ from boleinfer.hopper import RANGES, Cut
 from boleinfer.whole import Norm
 
 FILE, ROW_FILE, MANY_FILE = "linear_fp8.cu", "linear_fp8_row.cu", "linear_fp8_many.cu"
-MOST_ROWS, MOST_OF_MORE = 16, 192  # rows of few; rows of w in a tile for which registers hold sums of more than eight
+MOST_ROWS, MOST_OF_MORE = 16, 128  # rows of few; rows of w in a tile up to which more than eight are quicker so
 MOST_FEATURES, MOST_TALL = 256, 272  # of a tile; rows of w in it
 RING = 200 * 1024  # bytes
 MOST_PLACES = 64
 SCALED = 128  # neighbours that share a scale
 MOST_WIDE, MOST_NORMED = 20480, 8192  # k of one row, and of one that is normed
-UNDER_WAY = 96 * 1024  # bytes of its product's w on their way before x is there
+UNDER_WAY = 64 * 1024  # bytes of its product's w on their way before x is there
 EVEN = 0.9  # share of the places that four warpgroups may leave of those that two have
-ALONE, BESIDE = 225 * 1024, 208 * 1024  # shared memory of a block, and of one beside which the next kernel may begin
+SHARED = 225 * 1024  # bytes of shared memory of a block
 LOW = 32  # rows of w in a tile up to which two ranges share a place
 # Of many rows, in bytes of w that a multiprocessor could read meanwhile at its share of the bandwidth
 OF_X, OF_SUMS = 0.45, 0.6  # k of a row of x, hi and lo, and a byte of a part's sums, written or read
@@ -106,7 +106,7 @@ def product_of_row(
     place = 128 * (2 * LOW if together == 2 else tall)
     x_bytes = (2 * SCALED * chunks + 128) * (1 + (More > 0))
     beside = 1024 + x_bytes + 4 * chunks + _beside(features, slabs, RANGES, Din)
-    places = ((ALONE if gated else BESIDE) - beside) // place
+    places = (SHARED - beside) // place
     groups = 4 if places >= 8 and places // 4 * 4 >= EVEN * (places // 2 * 2) else 2
     each = -(-chunks // RANGES) * (RANGES // groups) // together  # places that a warpgroup fills for a tile
     depth = max(1, min(places // groups, MOST_PLACES // groups, each))

@@ -61,7 +61,7 @@ __device__ __forceinline__ void multiply(float (&sum)[TILES][SUMS], int chunks, 
     }
     wgmma_end();
     wgmma_wait<0>();
-    if (threadIdx.x % WARP == 0) arrive(ring.empty[place]);
+    arrive(ring.empty[place]);
   }
 }
 
@@ -96,10 +96,11 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2 * Groups), 1) lin
   const Scales scales{sums + SLOTS * R * TALL, chunks, width, Dout};
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Groups * Depth; i++) make_barrier(full[i], 2), make_barrier(empty[i], 4);
+    for (int i = 0; i < Groups * Depth; i++) make_barrier(full[i], 2), make_barrier(empty[i], 4 * WARP);
     make_barrier(met, THREADS);
     barriers_made();
   }
+  if (asking < 0 && blockIdx.x < w_tiles) scales.load(scale, blockIdx.x);  // before any w, behind which it would wait
   __syncthreads();
 
   if (asking >= 0 && asking < Groups) {
@@ -141,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2 * Groups), 1) lin
 
   const int own = warp % 4 * 16 + lane / 4;  // of 64 rows of w; and 8 behind it
   MeetingOf<THREADS> meet{met};
-  if (blockIdx.x < w_tiles) scales.load(scale, blockIdx.x);
+  cp_async_wait<0>();
   meet();
   after_previous();
   Turn turn;
@@ -180,8 +181,7 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2 * Groups), 1) lin
 #pragma unroll
           for (int i = 0; i < 2 * TILES; i++) factor[i / 2][i % 2] = at[i / 2][i % 2][chunk];
           wgmma_wait<0>();
-          __syncwarp();  // all lanes have read 1 / s
-          if (lane == 0) arrive(ring.empty[place]);
+          arrive(ring.empty[place]);
 #pragma unroll
           for (int i = 0; i < 2 * SUMS * TILES; i++) {
             const int t = i / (2 * SUMS), p = i % (2 * SUMS), j = i % SUMS;
@@ -226,6 +226,7 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 2 * Groups), 1) lin
     const int next = tile + gridDim.x;
     if (next >= tiles) return;
     if (next < w_tiles) scales.load(scale, next);
+    cp_async_wait<0>();
     meet();
   }
 }

@@ -30,14 +30,17 @@ struct Scales {
   float* table;  // [SLABS, BLOCKS, chunks]
   int chunks, width, Dout;  // of k; features of a slab, of all
 
-  // By all that multiply; a barrier has to follow.
+  // By all that multiply; cp_async_wait and a barrier have to follow.
   __device__ __forceinline__ void load(const float* scale, int tile) const {
 #pragma unroll
     for (int b = 0; b < SLABS * BLOCKS; b++) {
       const int block = min((tile * Features + b / BLOCKS * width) / SCALED + b % BLOCKS, (Dout - 1) / SCALED);
 #pragma unroll 1
-      for (int i = threadIdx.x; i < chunks; i += THREADS) table[b * chunks + i] = scale[(long long)block * chunks + i];
+      for (int i = threadIdx.x; i < chunks; i += THREADS) {
+        cp_async4(table + b * chunks + i, scale + (long long)block * chunks + i);
+      }
     }
+    cp_async_commit();
   }
   // Those of a row of the tile, or of its last one: a number for each chunk.
   __device__ __forceinline__ const float* of(int tile, int row) const {

@@ -161,6 +161,16 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARP * Groups, 1) linear_
   const Scales scales{units + chunks, chunks, width, Dout};
   const Ring ring{places + group * Depth * PLACE, full + group * Depth, empty + group * Depth};
 
+  // x, eight numbers a thread at a time
+  const auto number = [&](int e) { return (e * THREADS + (int)threadIdx.x) * 8; };
+  Pack<float, 8> delta[Eights] = {};
+  if (warp < WARPS) {  // before any w, behind which these would wait
+#pragma unroll
+    for (int e = 0; e < Eights; e++) {
+      if (Normed && number(e) < Din) delta[e] = load<8>(gain + number(e));
+    }
+    if (blockIdx.x < w_tiles) scales.load(scale, blockIdx.x);
+  }
   if (warp >= WARPS && lane == 0) {
     prefetch_map(w);
     for (int i = 0; i < Depth; i++) make_barrier(ring.full[i], 1), make_barrier(ring.empty[i], 4);
@@ -219,20 +229,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARP * Groups, 1) linear_
 
   MeetingOf<THREADS> meet{met};
 
-  // x, eight numbers a thread at a time, in pairs
-  const auto number = [&](int e) { return (e * THREADS + (int)threadIdx.x) * 8; };
+  // x in pairs
   const auto load_pairs = [&](unsigned (&pairs)[4], const bf16* from, int e) {
     uint4 words = {};
     if (number(e) < Din) words = *reinterpret_cast<const uint4*>(from + number(e));
     memcpy(pairs, &words, sizeof words);
   };
   unsigned own[Eights][4], other[Eights][4];
-  Pack<float, 8> delta[Eights] = {};
-#pragma unroll
-  for (int e = 0; e < Eights; e++) {
-    if (Normed && number(e) < Din) delta[e] = load<8>(gain + number(e));
-  }
-  if (blockIdx.x < w_tiles) scales.load(scale, blockIdx.x);
   after_previous();
 #pragma unroll
   for (int e = 0; e < Eights; e++) {
@@ -280,6 +283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARP * Groups, 1) linear_
     if (i % SCALED == 0) units[i / SCALED] = unit;
     if (More) store<8>(reinterpret_cast<bf16*>(plain) + i, eight);
   }
+  cp_async_wait<0>();
   fence_writes();
   meet();
 
@@ -309,6 +313,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARP * Groups, 1) linear_
     const int next = tile + gridDim.x;
     if (next >= tiles) return;
     if (next < w_tiles) scales.load(scale, next);
+    cp_async_wait<0>();
     meet();
   }
 }

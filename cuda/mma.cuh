@@ -59,6 +59,12 @@ __device__ __forceinline__ void cp_async16(void* shared, const void* src, bool v
                : "memory");
 }
 
+// The same of 4 bytes, through L1.
+__device__ __forceinline__ void cp_async4(void* shared, const void* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(__cvta_generic_to_global(src))
+               : "memory");
+}
+
 // Ends a group of copies of this thread.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

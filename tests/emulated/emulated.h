@@ -68,7 +68,7 @@ unsigned long long shuffle(const char* name, unsigned mask, unsigned long long v
 void gather(const char* name, unsigned mask, unsigned long long value, unsigned long long (&all)[32], Site site);
 void product(float* d, const unsigned* a, const unsigned* b, Site site);
 void load_matrices(unsigned* r, const void* row, bool transposed, Site site);
-void copy_async(void* shared, const void* src, bool valid, Site site);
+void copy_async(void* shared, const void* src, bool valid, int bytes, Site site);
 void copy_commit();
 void copy_wait(int still);
 void make_barrier(int* barrier, int arrivals, Site site);

@@ -259,14 +259,15 @@ void load_matrices(unsigned* r, const void* row, bool transposed, Site site) {
   meet(own);
 }
 
-void copy_async(void* shared, const void* src, bool valid, Site site) {
-  check_shared("cp_async16", shared, site);
-  if (valid && reinterpret_cast<uintptr_t>(src) % 16) {
-    stop_thread("cp_async16 " + at(site) + ": the source is no multiple of 16");
+void copy_async(void* shared, const void* src, bool valid, int bytes, Site site) {
+  const std::string name = "cp_async" + std::to_string(bytes);
+  check_shared(name.c_str(), shared, site, bytes, bytes);
+  if (valid && reinterpret_cast<uintptr_t>(src) % bytes) {
+    stop_thread(name + " " + at(site) + ": the source is no multiple of " + std::to_string(bytes));
   }
-  Copy copy{static_cast<char*>(shared), {}, threads[current].groups};
-  if (valid) memcpy(copy.bytes, src, 16);
-  memset(shared, 0xff, 16);
+  Copy copy{static_cast<char*>(shared), {}, bytes, threads[current].groups};
+  if (valid) memcpy(copy.from, src, bytes);
+  memset(shared, 0xff, bytes);
   threads[current].copies.push_back(copy);
 }
 
@@ -277,7 +278,7 @@ void copy_wait(int still) {
   size_t kept = 0;
   for (const Copy& copy : own.copies) {
     if (copy.group < own.groups - still) {
-      memcpy(copy.to, copy.bytes, 16);
+      memcpy(copy.to, copy.from, copy.bytes);
     } else {
       own.copies[kept++] = copy;
     }

@@ -44,7 +44,8 @@ struct Exchange {  // what a lane brings to an operation of its warp, and what i
 
 struct Copy {
   char* to;
-  char bytes[16];
+  char from[16];
+  int bytes;
   int group;
 };
 
