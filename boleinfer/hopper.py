@@ -34,18 +34,15 @@ class Cut(NamedTuple):
     features: rows of w in a tile
     whole:    tiles with all of k
     parts:    into how many parts k of the others is cut
-    cluster:  blocks that read x for one another, of FP8; their tiles have the same k
     """
 
     features: int
     whole: int
     parts: int
-    cluster: int = 1
 
     def tiles(self, *widths: int) -> int:
-        """Of matrices of so many rows each; the last ones of a cluster may be empty."""
-        tiles = sum(-(-width // self.features) for width in widths)
-        return -(-tiles // self.cluster) * self.cluster
+        """Of matrices of so many rows each."""
+        return sum(-(-width // self.features) for width in widths)
 
     def kept(self) -> int:
         """Sums of a cut tile: of its first part, and of each range behind it."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any
 
 import numpy as np
@@ -25,11 +24,9 @@ UNDER_WAY = 64 * 1024  # bytes of its product's w on their way before x is there
 EVEN = 0.9  # share of the places that four warpgroups may leave of those that two have
 SHARED = 225 * 1024  # bytes of shared memory of a block
 LOW = 32  # rows of w in a tile up to which two ranges share a place
-# Of many rows, in bytes of w that a multiprocessor could read meanwhile at its share of the bandwidth
-OF_X, OF_SUMS = 0.45, 0.6  # k of a row of x, hi and lo, and a byte of a part's sums, written or read
-TO_END, TO_JOIN, TO_MEET = 25_000, 50_000, 10_000  # a tile's end, joining parts, each more block of a cluster
-MEET_FROM = 64  # rows of x from which blocks form clusters
-FOURS = 120  # blocks in clusters of four that an H200 runs at once
+# What many rows cost, in bytes of w that a multiprocessor could read meanwhile at its share of the bandwidth
+INTAKE = 1.6  # how much faster it gets w, and hi and lo of x, out of L2
+TO_END, TO_JOIN, OF_SUMS = 25_000, 140_000, 0.15  # a tile's end, joining parts, a byte of their sums, written or read
 MOST_DEPTH = 24  # places of their ring
 
 
@@ -131,31 +128,28 @@ def product_of_row(
 
 
 @functools.cache
-def cut(width: int, Din: int, rows: int, processors: int, together: int) -> Cut:
+def cut(width: int, Din: int, rows: int, row_tiles: int, processors: int) -> Cut:
     """How the product of many rows is cut: what should take the least time; the bits do not depend on it.
 
-    width: rows of w; rows: of x in a tile; together: blocks that run at once"""
+    width: rows of w; rows: of x in a tile; row_tiles: such tiles, whose k is cut only where they leave blocks idle"""
 
     def cost(c: Cut) -> float:
         """Bytes that a multiprocessor could read meanwhile at its share of the bandwidth."""
-        w, x = c.features * Din, OF_X * rows / c.cluster * Din
-        rounds, left = divmod(c.tiles(width), processors)
-        at_the_end = max(w * left / processors, w / c.parts / hopper.QUICKEST) + x / c.parts if left else 0
+        w, taken = c.features * Din, (c.features + 2 * rows) * Din / INTAKE
+        rounds, left = divmod(row_tiles * c.tiles(width), processors)
+        at_the_end = max(w * left / processors, max(w / hopper.QUICKEST, taken) / c.parts) if left else 0
         read_and_written = (c.kept() / _ranks(c, rows) + RANGES / c.parts) * c.sum_bytes(rows)
         join = TO_JOIN + OF_SUMS * read_and_written if c.parts > 1 else 0
-        return rounds * (w + x) + at_the_end + TO_END * (rounds + (left > 0)) + join + TO_MEET * (c.cluster - 1)
+        return rounds * max(w, taken) + at_the_end + TO_END * (rounds + (left > 0)) + join
 
     candidates = []
-    for features, cluster in itertools.product((192, 128, 64), (1, 2, 4)):
-        tiles = Cut(features, 0, 1, cluster).tiles(width)
-        left = tiles % processors
-        if cluster > 1 and (together < processors or processors % cluster or rows < MEET_FROM):
-            continue
-        if cluster < 4 or tiles <= FOURS:
-            candidates.append(Cut(features, tiles, 1, cluster))
-        if left and cluster < 4 and Din >= SCALED * RANGES:
-            each = [parts for parts in (2, 4, 8) if parts * left <= processors]  # has as many ranges
-            candidates += [Cut(features, tiles - left, parts, cluster) for parts in each]
+    for features in (192, 128, 64):
+        tiles = -(-width // features)
+        left = tiles % processors if row_tiles == 1 else tiles
+        candidates.append(Cut(features, tiles, 1))
+        if left and Din >= SCALED * RANGES:
+            each = [parts for parts in (2, 4, 8) if row_tiles * parts * left <= processors]  # has as many ranges
+            candidates += [Cut(features, tiles - left, parts) for parts in each]
     return min(candidates, key=cost)
 
 
@@ -180,9 +174,7 @@ def product_of_many(
     processors, together = device.multiprocessors(), device.blocks_together()
     rows = next(n for n in (8, 16, 32, 64) if n >= min(R, 64))
     row_tiles = -(-R // rows)
-    c = cut(Dout, Din, rows, processors, together)
-    if row_tiles > 1:
-        c = Cut(c.features, Cut(c.features, 0, 1).tiles(Dout), 1)
+    c = cut(Dout, Din, rows, row_tiles, processors)
     groups, cut_tiles = c.features // 64, c.tiles(Dout) - c.whole
     place = 128 * (c.features + 2 * rows) + 4 * rows
     each = -(-row_tiles * c.whole // processors) * chunks + -(-chunks // c.parts)  # chunks of a block, about
@@ -196,7 +188,7 @@ def product_of_many(
     args = {"w": in_turn, "x": x.parts, "inverse": x.inverse, "scale": w.scale, "sums": sums, "tickets": tickets}
     args |= {"out": out, "use": use, "allowed": allowed, "largest": largest}
     sizes = {"R": R, "Pad": x.inverse.shape[1], "Din": Din, "Width": len(in_turn), "Whole": c.whole, "Parts": c.parts}
-    sizes |= {"Cluster": c.cluster, "Ranks": _ranks(c, rows) if together >= processors else 1, "Depth": depth}
+    sizes |= {"Ranks": _ranks(c, rows) if together >= processors else 1, "Depth": depth}
     sizes |= {"Sums": 0 if sums is None else sums.size, "Tickets": 0 if tickets is None else tickets.size}
     kernels.launch(
         MANY_FILE,
@@ -205,7 +197,6 @@ def product_of_many(
         128 * (groups + 1),
         {**args, **sizes},
         shared=1024 + depth * place,
-        cluster=c.cluster,
         constants={"Out": device.c_type(out), "Rows": rows, "Groups": groups, "Gated": int(gated)},
     )
 

@@ -15,13 +15,13 @@ struct Unit {
 // All units, tiles of rows first; rows: of a tile.
 template <int ROWS>
 struct Units {
-  int row_tiles, whole, parts, cluster, count;
+  int row_tiles, whole, parts, count;
 
   __device__ __forceinline__ Unit operator[](int i) const {
     const int row = i % row_tiles * ROWS, u = i / row_tiles;
     if (u < whole) return {row, u, 0, RANGES};
-    const int v = (u - whole) / cluster, part = v % parts;
-    return {row, whole + v / parts * cluster + (u - whole) % cluster, part * RANGES / parts, (part + 1) * RANGES / parts};
+    const int tile = whole + (u - whole) / parts, part = (u - whole) % parts;
+    return {row, tile, part * RANGES / parts, (part + 1) * RANGES / parts};
   }
 };
 

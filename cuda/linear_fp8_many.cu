@@ -7,15 +7,13 @@
 //
 // A tile of out is Rows rows and 64 rows of w for each of Groups warpgroups; for Gated those are rows of gate and of up in
 // turn. How blocks share tiles: cut.cuh. Of the warps that own the same features of a cut tile those Ranks that end last
-// wait for one another and join the sums of some rows each. Blocks of a cluster have the same k at the same time: each reads
-// its share of the rows of x for all of them. Its last tiles may lie behind the matrix, where zeros are read and nothing is
-// written.
+// wait for one another and join the sums of some rows each.
 //
 // grid: one block a multiprocessor, at most. block: a warpgroup for 64 rows of w each, and one that asks, the first thread
-// of a warp for tiles of w, that of the next for x, and in clusters that of a third tells the other blocks as soon as a
-// place is empty. Depth places of a ring hold a chunk of w and x, with 1 / s of x; it is filled with w before x is there.
-// shared: 1 KB + Depth * (8 KB * Groups + 260 bytes * Rows); 640 bytes a warp. Read twice: x, by every cluster (L2), w by
-// every tile of rows.
+// of a warp for tiles of w, that of the next for x. Depth places of a ring hold a chunk of w and x, with 1 / s of x; it is
+// filled with w before x is there.
+// shared: 1 KB + Depth * (8 KB * Groups + 260 bytes * Rows); 640 bytes a warp. Read twice: x, by every tile of features
+// (L2), w by every tile of rows.
 //
 // arch: 90a
 // sizes: Out=bf16 Rows=16,32,64 Groups=3 Gated=0 | Out=float Rows=8,64 Groups=3 Gated=0 | Out=bf16 Rows=16,64 Groups=1,3 Gated=1
@@ -33,7 +31,6 @@ constexpr int UNIT_BYTES = 4 * Rows;              // of 1 / s of a chunk of x
 constexpr int SUMS = Rows / 2, QUADS = SUMS / 4;  // of a lane; fours of them, for eight rows each
 constexpr int TO_NEXT = WARPS * QUADS * WARP;     // fours from one sum of a cut tile to the next
 constexpr int TOGETHER = QUADS < 4 ? QUADS : 4;   // of these, joined at a time
-constexpr int AT_ONCE = Rows > 32 ? 1 : 2;        // of hi and lo, as registers allow
 constexpr int MOST = 24;                          // places of a ring
 
 // Whether warps that multiply need registers of those that ask, and whether two blocks fit on a multiprocessor.
@@ -53,36 +50,32 @@ struct Ring {
 // some 14 bits while they add up E4M3 products, so each chunk begins anew.
 __device__ __forceinline__ void multiply(
     float (&sum)[SUMS], const float* const (&scale)[2], int begin, int end, const Ring& ring, Turn& turn) {
-  const int lane = threadIdx.x % WARP, own = threadIdx.x / WARP / 4 * SLAB;
+  const int own = threadIdx.x / WARP / 4 * SLAB;
 #pragma unroll
   for (int i = 0; i < SUMS; i++) sum[i] = 0.0f;
   for (int chunk = begin; chunk < end; chunk++, turn.advance()) {
     const float factor[2] = {scale[0][chunk], scale[1][chunk]};
     wait(ring.full[turn.place], turn.parity);
     float2 unit_of[QUADS];
-    const float* const units = ring.unit(turn.place) + 2 * (lane % 4);
+    const auto read_units = [&] {
+      const float* const units = ring.unit(turn.place) + threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int n = 0; n < QUADS; n++) unit_of[n] = *reinterpret_cast<const float2*>(units + 8 * n);
+      for (int n = 0; n < QUADS; n++) unit_of[n] = *reinterpret_cast<const float2*>(units + 8 * n);
+    };
+    if (!HUNGRY) read_units();
+    float block[2 * SUMS];  // hi, lo
+    wgmma_begin();
 #pragma unroll
-    for (int part = 0; part < 2; part += AT_ONCE) {
-      float block[AT_ONCE * SUMS];
-      wgmma_begin();
+    for (int i = 0; i < 4; i++) wgmma_e4m3(block, Tile(ring.w(turn.place) + own), Tile(ring.x(turn.place)), i, i);
+    wgmma_end();
+    wgmma_wait<0>();
+    if (HUNGRY) read_units();
+    arrive(ring.empty[turn.place]);
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        wgmma_e4m3(block, Tile(ring.w(turn.place) + own), Tile(ring.x(turn.place) + part * X_TILE), i, i);
-      }
-      wgmma_end();
-      wgmma_wait<0>();
-      if (part + AT_ONCE == 2) {
-        __syncwarp();  // all lanes have read 1 / s
-        if (lane == 0) arrive(ring.empty[turn.place]);
-      }
-#pragma unroll
-      for (int i = 0; i < AT_ONCE * SUMS; i++) {
-        const int j = i % SUMS, p = i / SUMS;
-        const float unit = (part + p ? 1.0f / 32 : 1.0f) * (j % 2 ? unit_of[j / 4].y : unit_of[j / 4].x);
-        sum[j] = fmaf(factor[j / 2 % 2] * unit, block[i], sum[j]);
-      }
+    for (int i = 0; i < 2 * SUMS; i++) {
+      const int j = i % SUMS;
+      const float unit = (i < SUMS ? 1.0f : 1.0f / 32) * (j % 2 ? unit_of[j / 4].y : unit_of[j / 4].x);
+      sum[j] = fmaf(factor[j / 2 % 2] * unit, block[i], sum[j]);
     }
   }
 }
@@ -179,7 +172,7 @@ struct Results {
 
 extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1) linear_fp8_many(
     const __grid_constant__ TensorMap<const fp8> w,  // [Width, 1 + Gated, Din] strides [Din, Width * Din, 1] box [64 * Groups / (1 + Gated), 1 + Gated]
-    const __grid_constant__ TensorMap<const fp8> x,  // [2 * R, Din] box [Rows / Cluster]; hi of all rows, then lo
+    const __grid_constant__ TensorMap<const fp8> x,  // [2 * R, Din] box [Rows]; hi of all rows, then lo
     const float* inverse,             // [(Din + 127) / 128, Pad]; 1 / s of x
     const float* __restrict__ scale,  // [((1 + Gated) * Width + 127) / 128, (Din + 127) / 128] of w
     float* sums,         // [Sums] aligned 16 or null; of parts of tiles, lane by lane
@@ -194,31 +187,26 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
     int Width,
     int Whole,
     int Parts,
-    int Cluster,
     int Ranks,
     int Depth,
     int Sums,
     int Tickets)
 {
   extern __shared__ uint4 dynamic[];
-  __shared__ Barrier full[MOST], empty[MOST], room[MOST];  // room: in all blocks of the cluster
-  __shared__ __align__(16) float turned[WARPS][8][20];     // rows, 16 features, not all in the same banks
+  __shared__ Barrier full[MOST], empty[MOST];
+  __shared__ __align__(16) float turned[WARPS][8][20];  // rows, 16 features, not all in the same banks
   char* const places = reinterpret_cast<char*>(dynamic) + -(unsigned long long)dynamic % 1024;
   const Ring ring{places, places + Depth * PLACE, full, empty};
   const int lane = threadIdx.x % WARP, warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0);  // the same in a warp
   const int chunks = (Din + SCALED - 1) / SCALED, row_tiles = (R + Rows - 1) / Rows;
-  const int tiles = ((Width + RESULTS - 1) / RESULTS + Cluster - 1) / Cluster * Cluster;  // the last may be empty
-  const Units<Rows> units{row_tiles, Whole, Parts, Cluster, row_tiles * (Whole + (tiles - Whole) * Parts)};
+  const int tiles = (Width + RESULTS - 1) / RESULTS;
+  const Units<Rows> units{row_tiles, Whole, Parts, row_tiles * (Whole + (tiles - Whole) * Parts)};
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Depth; i++) {
-      make_barrier(full[i], 2), make_barrier(empty[i], WARPS), make_barrier(room[i], Cluster);
-    }
+    for (int i = 0; i < Depth; i++) make_barrier(full[i], 2), make_barrier(empty[i], WARPS * WARP);
     barriers_made();
   }
   __syncthreads();
-  if (Cluster > 1) cluster_arrive();
-  if (Cluster > 1 && warp != WARPS) cluster_wait();
 
   if (warp >= WARPS && HUNGRY) fewer_registers<32>();
   if (warp == WARPS) {
@@ -236,30 +224,18 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
     if (lane) return;
     prefetch_map(x);
     after_previous();
-    const int own = Cluster > 1 ? cluster_rank() * (Rows / Cluster) : 0;  // rows from here on are for all to load
     fill(units, chunks, empty, Depth, [&](const Unit& unit, int chunk, const Turn& turn) {
       Barrier& here = full[turn.place];
-      if (Cluster > 1) wait(room[turn.place], turn.parity);
       arrive_expecting(here, 2 * X_TILE + UNIT_BYTES);
       load_run(ring.unit(turn.place), inverse + chunk * Pad + unit.row, UNIT_BYTES, here);
 #pragma unroll
       for (int i = 0; i < 2; i++) {  // hi, lo
-        char* const to = ring.x(turn.place) + i * X_TILE + own * ROW_BYTES;
-        if (Cluster > 1) {
-          load_tile_for_all(to, x, here, chunk * SCALED, i * R + unit.row + own, Cluster);
-        } else {
-          load_tile(to, x, here, chunk * SCALED, i * R + unit.row);
-        }
+        load_tile(ring.x(turn.place) + i * X_TILE, x, here, chunk * SCALED, i * R + unit.row);
       }
     });
     return;
   }
 
-  if (warp == WARPS + 2 && lane == 0 && Cluster > 1) {
-    fill(units, chunks, empty, Depth, [&](const Unit&, int, const Turn& turn) {
-      for (int rank = 0; rank < Cluster; rank++) arrive_at(room[turn.place], rank);
-    });
-  }
   if (warp >= WARPS) return;
   if (HUNGRY) more_registers<160>();
   after_previous();

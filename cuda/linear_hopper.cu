@@ -271,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
   const int lane = threadIdx.x % WARP, warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0);  // the same in a warp
   const int chunks = (Din + K - 1) / K, row_tiles = (R + Rows - 1) / Rows;
   const int w_tiles = (Width + RESULTS - 1) / RESULTS, tiles = w_tiles + (More + RESULTS - 1) / RESULTS;
-  const Units<Rows> units{row_tiles, Whole, Parts, 1, row_tiles * (Whole + (tiles - Whole) * Parts)};
+  const Units<Rows> units{row_tiles, Whole, Parts, row_tiles * (Whole + (tiles - Whole) * Parts)};
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < Depth; i++) make_barrier(full[i], 2), make_barrier(empty[i], WARPS), make_barrier(loaded[i], 1);

@@ -87,39 +87,6 @@ __device__ __forceinline__ void load_tile(
       : "memory");
 }
 
-// Blocks of a cluster: the block's number, and a barrier of all their threads, after which the barriers that they made, and
-// said so by barriers_made(), can be reached by the others.
-__device__ __forceinline__ int cluster_rank() {
-  int rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-
-// Arrives at the same barrier of another block.
-__device__ __forceinline__ void arrive_at(Barrier& barrier, int rank) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
-      "}" ::"r"(shared_address(&barrier)), "r"(rank) : "memory");
-}
-
-// load_tile into the same place of the first `blocks` blocks, counted by the same barrier of each.
-template <class T>
-__device__ __forceinline__ void load_tile_for_all(
-    void* to, const TensorMap<T>& map, Barrier& full, int k, int row, int blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)), "l"(&map), "r"(shared_address(&full)), "r"(k), "r"(row),
-      "h"((unsigned short)((1 << blocks) - 1))
-      : "memory");
-}
-
 // Brings the description itself, which the first load_tile has to wait for otherwise.
 template <class T>
 __device__ __forceinline__ void prefetch_map(const TensorMap<T>& map) {

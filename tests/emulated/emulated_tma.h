@@ -38,13 +38,5 @@ void load_tile(void* to, const TensorMap<T>& map, Barrier& full, int k, int thir
   const long long begin[3] = {first, second, third}, column = k * (long long)sizeof(T);
   emulated::load_box(to, map.base, map.row_bytes, map.rows, map.pitch, map.box, begin, column, &full.arrivals, HERE);
 }
-inline int cluster_rank() { return 0; }  // a cluster is one block here
-inline void cluster_arrive() {}
-inline void cluster_wait() {}
-inline void arrive_at(Barrier& barrier, int, SITE) { emulated::arrive(&barrier.arrivals, 0, HERE); }
-template <class T>
-void load_tile_for_all(void* to, const TensorMap<T>& map, Barrier& full, int k, int row, int, SITE) {
-  load_tile(to, map, full, k, row, KEPT, file, line);
-}
 template <class T>
 void prefetch_map(const TensorMap<T>&) {}

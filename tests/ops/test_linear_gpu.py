@@ -143,11 +143,11 @@ def test_neither_stages_nor_kernels_change_the_bits(gpu, family, kind, monkeypat
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
-@pytest.mark.parametrize("R,Din", [(9, 1040), (72, 1040), (17, 1024), (9, 2048)])
+@pytest.mark.parametrize("R,Din", [(9, 1040), (20, 1040), (72, 1040), (17, 1024), (9, 2048)])
 def test_the_cut_of_a_product_does_not_change_the_bits(gpu, family, R, Din, kind, monkeypatch):
-    """Tiles of any width, with all of k or in parts, alone or in clusters; chunks of 64 k or, if narrow, more."""
+    """Tiles of any width, with all of k or in parts; chunks of 64 k or, if narrow, more."""
     of_kind = hopper if kind == "bf16" else hopper_fp8
-    if family == "others" or (gpu == "random" and R > 9):
+    if family == "others" or (gpu == "random" and R > 20):
         pytest.skip("one order of threads, and one family of kernels")
     x, w, _ = made(R, Din, 208, kind)
     x = device.upload(x)
@@ -155,8 +155,6 @@ def test_the_cut_of_a_product_does_not_change_the_bits(gpu, family, R, Din, kind
         plain, gated = [(8, 26, 1), (40, 4, 2), (112, 0, 8)], [(16, 13, 1), (192, 0, 2)]
     else:
         plain, gated = [(64, 4, 1), (128, 1, 2), (192, 0, 8)], [(128, 2, 1), (192, 0, 2)]
-    if gpu == "cuda" and kind == "fp8":
-        plain, gated = [*plain, (64, 2, 2, 2), (64, 4, 1, 4)], [*gated, (64, 4, 1, 2)]
     expected = [device.download(op(x, w)) for op in (linear, gated_linear)]
     for op, cuts, bits in zip((linear, gated_linear), (plain, gated), expected):
         for own in cuts:
