@@ -40,4 +40,5 @@ def launch(args: dict[str, Any], forest: DeviceForest, sizes: Sizes) -> None:
 
 def _shared(K: int, warps: int, blocks: int, held: int) -> int:
     """Bytes of dynamic shared memory: Memory in gdn_few.cu."""
-    return small_bytes(K, ROWS, K, warps, blocks, held, 12 * K * TAPS + 6 * K * (TAPS - 1 + ROWS) + 4 * ROWS * TAPS)
+    front = 12 * K * TAPS + 6 * K * (TAPS - 1 + ROWS) + 4 * ROWS * TAPS
+    return small_bytes(K, ROWS, K, warps, blocks, held, front) + 2 * (K + 8) * ROWS

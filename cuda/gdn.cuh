@@ -49,9 +49,15 @@ __device__ __forceinline__ float2 load_two(const T* p) {
   return {to_float(two.x), to_float(two.y)};
 }
 
+// As one number: the compiler stores the members of a struct one by one.
 template <class T>
 __device__ __forceinline__ void store_two(T* p, float x, float y) {
-  *reinterpret_cast<Two<T>*>(p) = {from_float<T>(x), from_float<T>(y)};
+  if constexpr (sizeof(T) == 2) {
+    *reinterpret_cast<unsigned*>(p) = pack_bf16(x, y);
+  } else {
+    const unsigned long long high = __float_as_uint(y);
+    *reinterpret_cast<unsigned long long*>(p) = high << 32 | __float_as_uint(x);
+  }
 }
 
 // ---- decays ---------------------------------------------------------------------------------------------------------

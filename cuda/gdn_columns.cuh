@@ -53,7 +53,7 @@ __device__ __forceinline__ void solve(Tokens& X, Memory& m, const Head& head, co
   for (int j = 0; j < TILES; j++) {
     if (j < w.tiles()) {
       float u[2][4];
-      solve_tile(u, X, j, m.T[number % 2][j].T, m.beta[w.window % 4], m.W[number % 2], w.tiles(), w.columns + TILE * j, me);
+      solve_tile(u, X, j, m.T[number % 2][j].T, m.beta[w.window % 4], m.weights(number), w.tiles(), w.columns + TILE * j, me);
 #pragma unroll
       for (int n = 0; n < 2; n++) {
 #pragma unroll
@@ -80,7 +80,7 @@ __device__ __forceinline__ void finish(Tokens& X, float (&u)[2][4], Memory& m, c
   for (int c = 0; c < w.columns; c += TILE) {
     unsigned parts[3][4];
     operand(parts, u[0], u[1]);
-    apply(X, m.W[number % 2], parts, 0, 0, w.tiles(), c, me.lane);
+    apply(X, m.weights(number), parts, 0, 0, w.tiles(), c, me.lane);
     if (w.folds()) {
       fold(m, w, w.column + c == 0, u, m.earlier[number % KEY_BUFFERS], c, m.G[w.head % 2] + w.column + c, me);
     }
@@ -95,10 +95,15 @@ __device__ __forceinline__ void begin(Tokens (&X)[1], float (&u)[2][4], Memory& 
   if (w.columns > 0) read_u(u, m, head, w, w.column, me);
   if (w.column == 0) {
     Values values;
-    read_values(values, head.v + head.value_at(w.first) + me.pair, head.Hv * V, [&](int row) { return w.used >> row & 1; }, me);
+    read_values(values, head.v + head.value_at(w.first) + me.pair, head.Hv * V, w.used, me);
     memset(X, 0, sizeof X);
     if (w.from == 0) cp_async_wait<0>(), __syncwarp();
-    past(X, m.S, &m.x[w.window % 2], w.tiles(), to_come, [](int) {}, me);
+    const auto refill = [&](int s) {  // with the state to come
+      if (!to_come) return;
+      __syncwarp();
+      fetch_state(m.S, to_come, s, me);
+    };
+    past(X, m.S, &m.x[w.window % 2], w.tiles(), [] {}, refill, me);
     fade_all(X[0], [&](int row) { return kept(m, w, row); }, me);
     subtract(X[0], values);
   }

@@ -16,7 +16,7 @@
 // that Blocks fit on a multiprocessor. shared: sizeof(Memory); _shared in gdn_few.py repeats it.
 // Read twice: a key head's inputs and ring keys, by each of its value heads (L2).
 //
-// spills: two numbers a thread with twelve warps on sm_80 and sm_86, once; none on sm_90, where kinds of blocks were compared
+// spills: up to two numbers a thread with several blocks of a multiprocessor, once
 // sizes: Act=bf16 K=128 V=128 W=4 Rows=16 Ring=32 Warps=16 Blocks=1 Batch=4 Held=8
 // sizes: Act=bf16 K=128 V=128 W=4 Rows=16 Ring=32 Warps=12 Blocks=2 Batch=2 Held=4
 // sizes: Act=bf16 K=128 V=128 W=4 Rows=16 Ring=32 Warps=8 Blocks=3 Batch=2 Held=4
@@ -37,7 +37,9 @@ struct Front {
   Act inputs[W - 1 + ROWS][3][K];  // of the window, then of the rows
   int sources[ROWS][W];            // where among `inputs` those of a row and of the ones above it begin, the oldest first
 };
-using Memory = Small<Front>;
+struct Memory : Small<Front> {
+  alignas(16) Act v[Rows][V + 8];  // then o
+};
 
 // Which inputs each row has, a lane a row. up: the lane of the next row up, negative where there is none.
 __device__ __forceinline__ void find_inputs(Memory& m, const Tree& tree, int up, int lane) {
@@ -57,7 +59,6 @@ __device__ __forceinline__ void clear_unused(Memory& m, const Tree& tree) {
     for (int c = threadIdx.x % 8 * 8; c < K; c += 64) {
       store<8>(&m.x[0][0][0][row][c], Pack<bf16, 8>{});
       store<8>(&m.x[0][1][0][row][c], Pack<bf16, 8>{});
-      store<8>(&m.v[0][row][c], Pack<bf16, 8>{});
     }
   }
 }
@@ -93,7 +94,7 @@ __device__ __forceinline__ void convolve_rows(Memory& m, const Tree& tree, Act* 
     for (int i = 0; i < Batch; i++) {
       const int row = first + i;
       if (row >= ROWS || !tree.has(row) || me.lane >= LANES) continue;
-      write_head<K, NEAR>(type < 2 ? m.x[0][type][0][row] : m.v[0][row], y[i]);
+      write_head<K, NEAR>(type < 2 ? m.x[0][type][0][row] : m.v[row], y[i]);
       if (type == 1 && kept) write_head<K, NEAR>(kept + row * tree.Hk * K, y[i]);
     }
   }
@@ -118,7 +119,7 @@ __device__ __forceinline__ void norm_rows(Memory& m, const Tree& tree, const flo
   for (int i = 0; i < NORMED; i++) {
     const int row = me.warp + WARPS * i;
     if (row >= tree.rows) continue;
-    const auto rounded = read<NEAR>(m.v[0][row] + me.lane % LANES * NEAR);
+    const auto rounded = read<NEAR>(m.v[row] + me.lane % LANES * NEAR);
     float o[1][NEAR];
 #pragma unroll
     for (int n = 0; n < NEAR; n++) o[0][n] = to_float(rounded.v[n]);
@@ -197,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_few(
   cp_async_commit();
   const Slices slices(m.S, head.S, me);
   slices.ask(0, Held);
-  prefetch_u(head, Hv);
+  prefetch_rows(head.ring_u, head.ring, Hv * V);
   const Pack<float, NEAR> gain[1] = {load<NEAR>(norm + own)};
   int up = -1;
   if (me.warp == STEWARD) {
@@ -242,11 +243,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_few(
 
   // u, o
   const long long at = ((long long)first * Hv + h) * V;
-  const auto out = [&](int i) { return m.v[0][i]; };  // in the place of v
+  const In values = {m.v[0], V + 8};
+  const Out out = {m.v[0], V + 8};  // in the place of v
   if (rows > 1) {
-    solve_tree(m, tree, head, slices, u + at, out, me);
+    solve_tree(m, tree, head, slices, values, u + at, out, me);
   } else if (tree.has(0)) {
-    solve_one(m, tree, past_g, head, u + at, out, me);
+    solve_one(m, tree, past_g, head, values, u + at, out, me);
   }
   __syncthreads();
 

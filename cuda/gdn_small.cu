@@ -9,11 +9,15 @@
 // owners, so many that Blocks fit on a multiprocessor. shared: sizeof(Memory); small_bytes in ops/gdn.py repeats it.
 // Read twice: a key head's rows and ring keys, by each of its value heads (L2).
 //
+// spills: three numbers a thread with four blocks of a multiprocessor, once
 // sizes: Act=bf16 K=128 V=128 Vt=64 Rows=16 Ring=32 Warps=16 Blocks=1 Held=8
 // sizes: Act=bf16 K=128 V=128 Vt=128 Rows=16 Ring=32 Warps=16 Blocks=1 Held=8
-// sizes: Act=bf16 K=128 V=128 Vt=128 Rows=16 Ring=32 Warps=8 Blocks=3 Held=4
+// sizes: Act=bf16 K=128 V=128 Vt=128 Rows=16 Ring=32 Warps=8 Blocks=3 Held=5
+// sizes: Act=bf16 K=128 V=128 Vt=128 Rows=16 Ring=32 Warps=8 Blocks=4 Held=2
 // sizes: Act=bf16 K=128 V=128 Vt=64 Rows=32 Ring=32 Warps=16 Blocks=1 Held=8
+// sizes: Act=bf16 K=128 V=128 Vt=128 Rows=32 Ring=32 Warps=16 Blocks=1 Held=8
 // sizes: Act=bf16 K=128 V=128 Vt=128 Rows=32 Ring=32 Warps=8 Blocks=2 Held=4
+// sizes: Act=bf16 K=128 V=128 Vt=128 Rows=32 Ring=32 Warps=8 Blocks=3 Held=3
 // sizes: Act=bf16 K=128 V=128 Vt=64 Rows=64 Ring=32 Warps=16 Blocks=1 Held=8
 // sizes: Act=bf16 K=128 V=128 Vt=128 Rows=64 Ring=32 Warps=16 Blocks=1 Held=8
 // sizes: Act=bf16 K=128 V=128 Vt=128 Rows=64 Ring=32 Warps=8 Blocks=2 Held=2
@@ -69,12 +73,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_small(
     nodes.read(tree, parent, ancestors, me.lane);
     read_decays(past_g, head.ring_g, head.ring, Hv);
   }
-  if (copies) {
-    copy_rows<COPIES>(m.ring_k[0], tree.held, head.ring_k, Hk * K, tree.filled(0), me);
-  }
+  if (copies) copy_rows<COPIES>(m.ring_k[0], tree.held, head.ring_k, Hk * K, tree.filled(0), me);
   const Slices slices(m.S, head.S, me);
   slices.ask(0, Held);
-  prefetch_u(head, Hv);
+  prefetch_rows(head.ring_u, head.ring, Hv * V);
   if (me.warp == STEWARD) nodes.note(m, tree, me.lane);
   after_previous();
 
@@ -88,14 +90,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_small(
   if (copies) {
 #pragma unroll
     for (int w = 0; w < WINDOWS && w * ROWS < tree.rows; w++) {
-      const int first = w * ROWS, count = min(ROWS, TILE * tree.tiles - first), keys = Hk * K, values = Hv * V;
+      const int first = w * ROWS, count = min(ROWS, TILE * tree.tiles - first), keys = Hk * K;
       const long long from = (row * Hk + key) * K + first * keys;
       copy_rows<COPIES>(m.x[w][0][0], count, q + from, keys, tree.used[w], me);
       copy_rows<COPIES>(m.x[w][1][0], count, k + from, keys, tree.used[w], me);
-      copy_rows<COPIES>(m.v[w], count, v + at + first * values, values, tree.used[w], me);
     }
   }
   cp_async_commit();
+  prefetch_rows(v + at, tree.rows, Hv * V);
 #pragma unroll
   for (int w = 0; w < WINDOWS && me.warp == STEWARD; w++) {
     add_up(m, tree, w, nodes.up(tree, w, me.lane), past_g, own_g[w], own_beta[w], me.lane);
@@ -104,10 +106,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_small(
   __syncthreads();
 
   // u, o
-  const auto out = [&](int i) { return o + at + i * Hv * V; };
+  const In values = {v + at, Hv * V};
+  const Out out = {o + at, Hv * V};
   if (tree.rows > 1) {
-    solve_tree(m, tree, head, slices, u + at, out, me);
+    solve_tree(m, tree, head, slices, values, u + at, out, me);
   } else if (tree.has(0)) {
-    solve_one(m, tree, past_g, head, u + at, out, me);
+    solve_one(m, tree, past_g, head, values, u + at, out, me);
   }
 }

@@ -3,7 +3,7 @@
 // room for Held slices of the state, 16 keys each.
 #pragma once
 
-constexpr int ROWS = Rows < 32 ? Rows : 32, WIDTH = Ring + Rows + 8;
+constexpr int ROWS = Rows < 32 ? Rows : 32;
 #include "gdn_row.cuh"
 #include "gdn_tiles.cuh"
 
@@ -11,8 +11,8 @@ constexpr int STEWARD = WARPS - 1;
 constexpr bool SCORERS = WARPS > OWNERS;  // there are warps that own no columns: W and T are theirs to make
 constexpr int WEIGHERS = SCORERS ? WARPS - OWNERS : WARPS;
 constexpr int SLICES = K / 16, WINDOWS = Rows / ROWS;
-constexpr int BUFFERS = SCORERS ? WINDOWS : 1;  // of W and T: those of all windows are made at once, or one after another
 static_assert(WINDOWS <= 2, "rows in use are two words");
+constexpr int NARROW = Ring + ROWS + 8, WIDE = Ring + Rows + 8;  // pitches of W: of a window before the last, of the last
 constexpr bool WHOLE = Held == SLICES;  // the state is there at once
 
 // Front: what is needed before W and T are made, in their place.
@@ -20,13 +20,12 @@ template <class Front>
 struct Small {
   float S[Held * 16 * Vt];  // see `place`
   Inputs x[WINDOWS];
-  Act v[WINDOWS][ROWS][Vt + 8];
   bf16 ring_k[KEY_PARTS][Ring][PITCH];
   union {
     Front front;
     struct {
-      Weights weights[BUFFERS];
-      Inverted T[BUFFERS][TILES];
+      bf16 W[2 * PARTS * ROWS * ((WINDOWS - 1) * NARROW + WIDE)];
+      Inverted T[WINDOWS][TILES];
     };
     RowMemory row;
   };
@@ -34,7 +33,21 @@ struct Small {
   float2 ring_sum;                    // log decay from the checkpoint to the tree
   float beta[Rows], g;                // g: of the first row
   unsigned ancestors[Rows][WINDOWS];  // and itself
+
+  __device__ __forceinline__ Weights weights(int window) {
+    if (window + 1 < WINDOWS) return {W, NARROW};
+    return {W + 2 * PARTS * ROWS * (WINDOWS - 1) * NARROW, WIDE};
+  }
 };
+
+// v or o of the rows, from the block's first column on.
+template <class T>
+struct Columns {
+  T* first;
+  int pitch;
+};
+using In = Columns<const Act>;
+using Out = Columns<Act>;
 
 // The request's rows, and pitches.
 struct Tree {
@@ -132,27 +145,28 @@ struct Nodes {
   }
 };
 
-// Starts bringing the ring's u nearer, 128 bytes at once. By all threads.
-__device__ __forceinline__ void prefetch_u(const Head& head, int Hv) {
-  constexpr unsigned LINES = Vt < 32 ? 1 : Vt / 32;
+// Starts bringing Vt columns of some rows nearer, 128 bytes at once. By all threads.
+template <class T>
+__device__ __forceinline__ void prefetch_rows(const T* first, int rows, int pitch) {
+  constexpr unsigned EACH = 128 / sizeof(T), LINES = Vt < EACH ? 1 : Vt / EACH;
 #pragma unroll 1
-  for (unsigned line = threadIdx.x; line < head.ring * LINES; line += THREADS) {
-    prefetch(head.ring_u + line / LINES * Hv * V + line % LINES * 32);
+  for (unsigned line = threadIdx.x; line < rows * LINES; line += THREADS) {
+    prefetch(first + line / LINES * pitch + line % LINES * EACH);
   }
 }
 
-// Starts copying rows of a matrix, of which those are `used` whose bit is set, and fills others up to `count` with zeros. By warps
-// FIRST and on. from: the first row, the next one's is `pitch` further; WIDE: 8 more than a row has.
-template <int FIRST, int MOST, int WIDE>
-__device__ __forceinline__ void copy_rows(Act (&to)[MOST][WIDE], int count, const Act* from, int pitch, unsigned used,
+// Starts copying rows of a matrix, those whose bit is set in `used`, and fills others up to `count` with zeros. By warps FIRST
+// and on. from: the first row, the next one is `pitch` further; LONG: 8 more than a row has.
+template <int FIRST, int MOST, int LONG>
+__device__ __forceinline__ void copy_rows(Act (&to)[MOST][LONG], int count, const Act* from, int pitch, unsigned used,
                                           const Lane& me) {
   static_assert(HALF && MOST <= WARP, "a bit for each row");
-  constexpr unsigned WORDS = WIDE / 8 - 1, AT_ONCE = (THREADS - WARP * FIRST) / WORDS;
+  constexpr unsigned WORDS = LONG / 8 - 1, TOGETHER = (THREADS - WARP * FIRST) / WORDS;
   const unsigned thread = WARP * (me.warp - FIRST) + me.lane, row = thread / WORDS, c = thread % WORDS * 8;
-  if (row >= AT_ONCE) return;
+  if (row >= TOGETHER) return;
   from += row * pitch + c;
 #pragma unroll
-  for (int i = 0; i < MOST; i += AT_ONCE) {
+  for (int i = 0; i < MOST; i += TOGETHER) {
     if (row + i < count) cp_async16(&to[row + i][c], from + i * pitch, used >> (row + i) & 1);
   }
 }
@@ -183,12 +197,14 @@ struct Slices {
       for (int slice = first; slice < end; slice++) cp_async_commit();
     }
   }
-  // Waits until a slice is there; those before it have been read, and others may come into their place.
-  __device__ __forceinline__ void ready(int slice) const {
-    if (WHOLE && slice > 0) return;
-    if (slice > 0) __syncwarp(), ask(slice - 1 + Held, slice + Held);
+  // Waits until a slice is there.
+  __device__ __forceinline__ void ready() const {
     cp_async_wait<WHOLE ? 0 : Held - 1>();
     __syncwarp();
+  }
+  // A slice has been read: asks for the one that comes into its place.
+  __device__ __forceinline__ void done(int slice) const {
+    if (!WHOLE) __syncwarp(), ask(slice + Held, slice + Held + 1);
   }
 };
 
@@ -218,24 +234,23 @@ __device__ __forceinline__ void add_up(Small<Front>& m, const Tree& tree, int w,
 
 // ---- W, T, u and o --------------------------------------------------------------------------------------------------
 
-// W of the rows of tiles first .. end - 1 with themselves and all before them, T of their own. Diagonals, which take longest,
-// come first.
+// W of all rows with themselves and all before them, T of each 16 rows' own. Diagonals, which take longest, come first.
 template <class Front>
-__device__ __forceinline__ void weigh(Small<Front>& m, const Tree& tree, int first, int end, const Lane& me) {
-  const int diagonals = end - first, ring = tree.held / TILE, count = diagonals * (first + end + 1 + 2 * ring) / 2;
+__device__ __forceinline__ void weigh(Small<Front>& m, const Tree& tree, const Lane& me) {
+  const int diagonals = tree.tiles, ring = tree.held / TILE, count = diagonals * (diagonals + 1 + 2 * ring) / 2;
   // Who has a diagonal is the last to have another one.
 #pragma unroll 1
   for (int i = me.warp - (WARPS - WEIGHERS); i < max(count, WEIGHERS); i += WEIGHERS) {
     const int unit = i < WEIGHERS ? WEIGHERS - 1 - i : i;
     if (unit >= count) continue;
     const bool diagonal = unit < diagonals;
-    int row = first, column = unit - diagonals;  // in tiles; a row has the ring's columns and those up to its own
+    int row = 0, column = unit - diagonals;  // in tiles; a row has the ring's columns and those up to its own
     while (!diagonal && column >= ring + row) column -= ring + row++;
     if (diagonal) row += unit, column = ring + row;
     const int window = row / TILES, before = window * ROWS;
     const int at = TILE * column, a = at - tree.held;  // of W; in the tree, or before it
-    const Window w = {m.x[window], m.G + CHUNK + before, m.beta + before, m.weights[window % BUFFERS],
-                      m.T[window % BUFFERS]};
+    // The remainder is the window itself, and known to be one.
+    const Window w = {m.x[window], m.G + CHUNK + before, m.beta + before, m.weights(window), m.T[window % WINDOWS]};
     weigh_tile(
         w, TILE * (row % TILES), a < 0 ? m.ring_k[0][at] : m.x[a / ROWS][1][0][a % ROWS], (a < 0 ? Ring : ROWS) * PITCH, at,
         m.G + (a < 0 ? at : CHUNK + a), diagonal,
@@ -252,12 +267,12 @@ __device__ __forceinline__ void read_u(float (&past_u)[2][4], const Tree& tree, 
   read_u(past_u, (a < 0 ? ring_u + c * pitch : u + a * pitch) + me.pair, pitch, used, me);
 }
 
-// u and o of a window's rows. X: what the state gives; past_u: u of the first 16 columns; out(i): where o of row i goes.
-template <class Front, class Out>
+// u and o of a window's rows. X: what the state gives; past_u: u of the first 16 columns; out: where o goes.
+template <class Front>
 __device__ __forceinline__ void solve(Small<Front>& m, const Tree& tree, int window, Tokens& X, float (&past_u)[2][4],
-                                      const float* ring_u, float* u, Out out, const Lane& me) {
+                                      const float* ring_u, float* u, const Out& out, const Lane& me) {
   const int before = window * ROWS, tiles = min(TILES, tree.tiles - window * TILES), columns = tree.held + before;
-  const Weights& weights = m.weights[window % BUFFERS];
+  const Weights weights = m.weights(window);
 #pragma unroll 1
   for (int c = 0; c < columns; c += TILE) {
     unsigned parts[3][4];
@@ -265,28 +280,33 @@ __device__ __forceinline__ void solve(Small<Front>& m, const Tree& tree, int win
     if (c + TILE < columns) read_u(past_u, tree, c + TILE, ring_u, u, me);
     apply(X, weights, parts, 0, 0, tiles, c, me.lane);
   }
+  // Tokens of the lane are 2 quad, + 1, + 8, + 9 of each 16.
+  const int first = before + 2 * me.quad, pitch = tree.Hv * V;
+  const unsigned used = tree.used[window] >> 2 * me.quad;
+  float* own_u = u + first * pitch + me.pair;
+  Act* own_o = out.first + first * out.pitch + me.pair;
 #pragma unroll
   for (int j = 0; j < TILES; j++) {
     if (j >= tiles) continue;
     float own[2][4];
-    solve_tile(own, X, j, m.T[window % BUFFERS][j].T, m.beta + before, weights, tiles, columns + TILE * j, me);
+    solve_tile(own, X, j, m.T[window][j].T, m.beta + before, weights, tiles, columns + TILE * j, me);
 #pragma unroll
     for (int n = 0; n < 2; n++) {
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        const int i = before + TILE * j + 8 * n + 2 * me.quad + e;
-        if (!tree.has(i)) continue;
-        store_two(u + i * tree.Hv * V + me.pair, own[n][e], own[n][2 + e]);
-        store_two(out(i) + me.pair, X[0][j][n][e], X[0][j][n][2 + e]);
+        const int i = TILE * j + 8 * n + e;
+        if (!(used >> i & 1)) continue;
+        store_two(own_u + i * pitch, own[n][e], own[n][2 + e]);
+        store_two(own_o + i * out.pitch, X[0][j][n][e], X[0][j][n][2 + e]);
       }
     }
   }
 }
 
 // The same of a request's only row.
-template <class Front, class Out>
+template <class Front>
 __device__ __forceinline__ void solve_one(Small<Front>& m, const Tree& tree, const float (&ring_g)[2], const Head& head,
-                                          float* u, Out out, const Lane& me) {
+                                          const In& values, float* u, const Out& out, const Lane& me) {
   if (WHOLE) cp_async_wait<0>();
   const Member member;
   const Act *q = m.x[0][0][0][0], *k = m.x[0][1][0][0];
@@ -308,42 +328,40 @@ __device__ __forceinline__ void solve_one(Small<Front>& m, const Tree& tree, con
   float v[4], o[4];
   Pack<float, 4> factor;
 #pragma unroll
-  for (int c = 0; c < 4; c++) v[c] = to_float(m.v[0][0][member.column + c]);
+  for (int c = 0; c < 4; c++) v[c] = to_float(values.first[member.column + c]);
   solve_row(o, factor.v, m.row, v, m.beta[0], tree.ring, member.column);
   store<4>(u + member.column, factor);
 #pragma unroll
-  for (int c = 0; c < 4; c++) out(0)[member.column + c] = from_float<Act>(o[c]);
+  for (int c = 0; c < 4; c++) out.first[member.column + c] = from_float<Act>(o[c]);
 }
 
 // u and o of all rows but a single one. u: of the first row, at the head.
-template <class Front, class Out>
-__device__ __forceinline__ void solve_tree(Small<Front>& m, const Tree& tree, const Head& head, const Slices& slices, float* u,
-                                           Out out, const Lane& me) {
-  if (!SCORERS || !me.owner) weigh(m, tree, 0, SCORERS ? tree.tiles : min(TILES, tree.tiles), me);
+template <class Front>
+__device__ __forceinline__ void solve_tree(Small<Front>& m, const Tree& tree, const Head& head, const Slices& slices,
+                                           const In& values, float* u, const Out& out, const Lane& me) {
+  Values v;
+  const auto read = [&](int w) {
+    read_values(v, values.first + w * ROWS * values.pitch + me.pair, values.pitch, tree.used[w], me);
+  };
+  if (!SCORERS || !me.owner) weigh(m, tree, me);
   Tokens X[WINDOWS] = {};
   float past_u[2][4];
   if (me.owner) {
+    if (SCORERS) read(0);
     read_u(past_u, tree, 0, head.ring_u, u, me);
-    past<Held, Blocks < 3 ? 2 : 1>(X, m.S, m.x, tree.tiles, nullptr, [&](int slice) { slices.ready(slice); }, me);
-#pragma unroll
-    for (int w = 0; w < WINDOWS; w++) {
-      Values v;
-      read_values(v, m.v[w][0] + me.pair, Vt + 8, [](int) { return true; }, me);
-      fade_all(X[w], [&](int row) { return kept(m.G[CHUNK + w * ROWS + row], m.ring_sum); }, me);
-      subtract(X[w], v);
-    }
+    past<Held, Blocks < 3 ? 2 : 1>(
+        X, m.S, m.x, tree.tiles, [&] { slices.ready(); }, [&](int slice) { slices.done(slice); }, me);
   }
 #pragma unroll
   for (int w = 0; w < WINDOWS; w++) {
     if (w * ROWS >= tree.rows) break;
-    if (w > 0 && !SCORERS) {
-      __syncthreads();
-      weigh(m, tree, w * TILES, tree.tiles, me);
-    }
-    if (w == 0 || !SCORERS) __syncthreads();
+    if (me.owner && (w > 0 || !SCORERS)) read(w);  // others have no registers for it before
+    if (w > 0 && me.owner) read_u(past_u, tree, 0, head.ring_u, u, me);
     if (me.owner) {
-      if (w > 0) read_u(past_u, tree, 0, head.ring_u, u, me);
-      solve(m, tree, w, X[w], past_u, head.ring_u, u, out, me);
+      fade_all(X[w], [&](int row) { return kept(m.G[CHUNK + w * ROWS + row], m.ring_sum); }, me);
+      subtract(X[w], v);
     }
+    if (w == 0) __syncthreads();
+    if (me.owner) solve(m, tree, w, X[w], past_u, head.ring_u, u, out, me);
   }
 }

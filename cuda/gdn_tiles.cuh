@@ -1,5 +1,5 @@
 // Products of a window's rows in the gated delta rule, 16 of them at a time: what the state gives, scores, the triangular
-// system. The equations are those of gdn.cu. Who includes this says how large a window is: ROWS, and WIDTH, the pitch of W.
+// system. The equations are those of gdn.cu. Who includes this says how large a window is: ROWS.
 #pragma once
 
 #include "gdn.cuh"
@@ -8,9 +8,18 @@ constexpr int TILES = ROWS / TILE;
 
 using Tokens = float[2][TILES][2][4];            // [queries or keys][16 rows][8 of them]: columns of V by rows, as of mma
 using Inputs = bf16[2][KEY_PARTS][ROWS][PITCH];  // queries, keys
-using Weights = bf16[2][PARTS][ROWS][WIDTH];     // of queries, of keys; columns: earlier, own
 using Square = float[TILE][TILE];                // [a][n]: beta_n W of key n with column a, own rows
-using Inverse = bf16[3][TILE][TILE + 8];         // T in parts, by columns
+using Inverse = bf16[3][TILE][TILE];             // T in parts, by columns
+
+// W of a window's rows: of queries, of keys; columns: earlier, own.
+struct Weights {
+  bf16* first;
+  int pitch;  // eight rows lie in different banks
+
+  __device__ __forceinline__ bf16* at(int type, int part, int row, int column) const {
+    return first + ((type * PARTS + part) * ROWS + row) * pitch + column;
+  }
+};
 
 // T, and before it what it is made from.
 union Inverted {
@@ -20,13 +29,13 @@ union Inverted {
 
 // ---- by columns of V ------------------------------------------------------------------------------------------------
 
-// X += S^T x of some windows; where there is a state to come, it takes the place of what has been read. tile: the state's keys,
-// 16 s on in place s % HELD; ready(s) waits until they are there, when those before them have been read. MOST: tiles, at most,
-// whose rows are read before they are needed.
-template <int HELD = K / 16, int MOST = 2, int WINDOWS, class Ready>
-__device__ __forceinline__ void past(Tokens (&X)[WINDOWS], float* tile, const Inputs* rows, int tiles, const float* to_come,
-                                     Ready ready, const Lane& me) {
+// X += S^T x of some windows. tile: the state's keys, 16 s on in place s % HELD; ready() waits until the next ones are there;
+// done(s): the warp has read them, and others may come. MOST: tiles, at most, whose rows are read before they are needed.
+template <int HELD = K / 16, int MOST = 2, int WINDOWS, class Ready, class Done>
+__device__ __forceinline__ void past(Tokens (&X)[WINDOWS], const float* tile, const Inputs* rows, int tiles, Ready ready,
+                                     Done done, const Lane& me) {
   constexpr int ALL = WINDOWS * TILES, AHEAD = ALL < MOST ? ALL : MOST;
+  constexpr bool AT_HAND = HELD == K / 16;  // from the first slice on
   Keys8 state[2];
   unsigned x[AHEAD][2][KEY_PARTS][2][2];
   const auto read_state = [&](int s) {
@@ -43,7 +52,7 @@ __device__ __forceinline__ void past(Tokens (&X)[WINDOWS], float* tile, const In
       }
     }
   };
-  ready(0);
+  ready();
   read_state(0);
 #pragma unroll
   for (int i = 0; i < AHEAD; i++) read_rows(i, 0);
@@ -51,11 +60,8 @@ __device__ __forceinline__ void past(Tokens (&X)[WINDOWS], float* tile, const In
   for (int s = 0; s < K / 16; s++) {
     unsigned a[PARTS][4];
     operand(a, state[0], state[1]);
-    if (s + 1 < K / 16) ready(s + 1), read_state(s + 1);
-    if (to_come) {
-      __syncwarp();
-      fetch_state(tile, to_come, s, me);
-    }
+    done(s);
+    if (AT_HAND && s + 1 < K / 16) read_state(s + 1);
 #pragma unroll
     for (int i = 0; i < ALL; i++) {
       if (i == 0 || i < tiles) {
@@ -70,6 +76,7 @@ __device__ __forceinline__ void past(Tokens (&X)[WINDOWS], float* tile, const In
       if (i + AHEAD < ALL) read_rows(i + AHEAD, s);
       if (i + AHEAD >= ALL && s + 1 < K / 16) read_rows(i + AHEAD - ALL, s + 1);
     }
+    if (!AT_HAND && s + 1 < K / 16) ready(), read_state(s + 1);
   }
 }
 
@@ -102,7 +109,7 @@ __device__ __forceinline__ void apply(Tokens& X, const Weights& W, const unsigne
 #pragma unroll
       for (int type = 0; type < 2; type++) {
 #pragma unroll
-        for (int p = 0; p < PARTS; p++) load_b(b[type][p], &W[type][p][TILE * i][at], WIDTH, lane);
+        for (int p = 0; p < PARTS; p++) load_b(b[type][p], W.at(type, p, TILE * i, at), W.pitch, lane);
       }
       for_parts<3, PARTS>([&](int p, int r) {
 #pragma unroll
@@ -120,11 +127,12 @@ __device__ __forceinline__ void apply(Tokens& X, const Weights& W, const unsigne
 // u of 16 tokens, [n][2c + e] that of token 8n + 2 quad + e; zeros where it is not used. from: the first one's, at the lane's
 // columns; the next one's is `pitch` further.
 __device__ __forceinline__ void read_u(float (&u)[2][4], const float* from, int pitch, unsigned used, const Lane& me) {
+  from += 2 * me.quad * pitch, used >>= 2 * me.quad;
 #pragma unroll
   for (int n = 0; n < 2; n++) {
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-      const int i = 8 * n + 2 * me.quad + e;
+      const int i = 8 * n + e;
       const float2 two = used >> i & 1 ? load_two(from + i * pitch) : float2{0.0f, 0.0f};
       u[n][e] = two.x, u[n][2 + e] = two.y;
     }
@@ -144,18 +152,18 @@ struct alignas(2 * sizeof(Act)) Raw {
 // The values of the lane's columns and tokens.
 using Values = Raw[TILES][2][2];
 
-// from: those of the window's first row, at the lane's columns. Zeros where a row is not used(row).
-template <class Used>
-__device__ __forceinline__ void read_values(Values& v, const Act* from, int pitch, Used used, const Lane& me) {
+// from: those of the window's first row, at the lane's columns. Zeros where a row is not used.
+__device__ __forceinline__ void read_values(Values& v, const Act* from, int pitch, unsigned used, const Lane& me) {
+  from += 2 * me.quad * pitch, used >>= 2 * me.quad;
 #pragma unroll
   for (int i = 0; i < TILES; i++) {
 #pragma unroll
     for (int n = 0; n < 2; n++) {
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        const int row = TILE * i + 8 * n + 2 * me.quad + e;
+        const int row = TILE * i + 8 * n + e;
         v[i][n][e] = {};
-        if (used(row)) v[i][n][e] = *reinterpret_cast<const Raw*>(from + row * pitch);
+        if (used >> row & 1) v[i][n][e] = *reinterpret_cast<const Raw*>(from + row * pitch);
       }
     }
   }
@@ -194,7 +202,7 @@ __device__ __forceinline__ void solve_tile(float (&u)[2][4], Tokens& X, int j, c
   unsigned parts[3][4], T[3][2][2];
   operand(parts, y[0], y[1]);
 #pragma unroll
-  for (int p = 0; p < 3; p++) load_b_by_rows(T[p], &inverse[p][0][0], TILE + 8, me.lane);
+  for (int p = 0; p < 3; p++) load_b_by_rows(T[p], &inverse[p][0][0], TILE, me.lane);
   for_parts<3, 3>([&](int p, int r) {
 #pragma unroll
     for (int n = 0; n < 2; n++) mma_m16n8k16(p + r < 2 ? u[n] : small[n], parts[p], T[r][n]);
@@ -256,7 +264,7 @@ struct Window {
   const Inputs& x;
   const float2* G;
   const float* beta;
-  Weights& W;
+  Weights W;
   Inverted* T;
 };
 
@@ -317,7 +325,7 @@ __device__ __forceinline__ void weigh_tile(const Window& w, int row, const bf16*
         unsigned part[PARTS];
         split(value[type][0], value[type][1], part);
 #pragma unroll
-        for (int p = 0; p < PARTS; p++) *reinterpret_cast<unsigned*>(&w.W[type][p][i][at + c]) = part[p];
+        for (int p = 0; p < PARTS; p++) *reinterpret_cast<unsigned*>(w.W.at(type, p, i, at + c)) = part[p];
       }
       if (diagonal) {
 #pragma unroll

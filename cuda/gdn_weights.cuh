@@ -8,7 +8,7 @@
 // longest, come first, the steward last.
 __device__ __forceinline__ void weigh(Memory& m, const Step& w, int number, const Lane& me) {
   const int tiles = w.tiles(), triangle = w.last ? tiles * (tiles + 1) / 2 : 0, held = w.held;
-  const Window window = {m.x[w.window % 2], m.G[w.head % 2] + w.at, m.beta[w.window % 4], m.W[number % 2], m.T[number % 2]};
+  const Window window = {m.x[w.window % 2], m.G[w.head % 2] + w.at, m.beta[w.window % 4], m.weights(number), m.T[number % 2]};
 #pragma unroll 1
   for (int unit = WARPS - 1 - me.warp; unit < triangle + tiles * w.columns / TILE; unit += SCORERS) {
     const bool inside = unit < triangle;

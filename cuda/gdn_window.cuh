@@ -55,8 +55,10 @@ struct Memory {
   float2 ring_sum[2];                                  // log decay from the checkpoint to the tree; by heads
   Step steps[4];
   unsigned used[4][TREE / 32];                         // rows of the tree that are its own; by heads
-  Weights W[2];
+  bf16 W[2][2 * PARTS * ROWS * WIDTH];
   Inverted T[2][TILES];
+
+  __device__ __forceinline__ Weights weights(int number) { return {W[number % 2], WIDTH}; }
 };
 
 // Where a head's rows and ring entries are.

@@ -179,10 +179,10 @@ def gdn(
 
 WIDTHS = 16, 32, 64, 128  # of K and V that the kernels are for
 # Where requests have so many rows at most: columns of V and warps of a block, blocks of a multiprocessor, slices of the
-# state that a block has room for. The first kind with a multiprocessor for each block is taken, or the last one.
+# state that a block has room for. The first kind of which the device holds all blocks at once, or the last one, is it.
 SMALL = {
-    16: ((64, 16, 1, 8), (128, 16, 1, 8), (128, 8, 3, 4)),
-    32: ((64, 16, 1, 8), (128, 16, 1, 8), (128, 8, 2, 4)),
+    16: ((64, 16, 1, 8), (128, 16, 1, 8), (128, 8, 3, 5), (128, 8, 4, 2)),
+    32: ((64, 16, 1, 8), (128, 16, 1, 8), (128, 8, 2, 4), (128, 8, 3, 3)),
     64: ((64, 16, 1, 8), (128, 16, 1, 8), (128, 8, 2, 2)),
 }
 SMALL_RING = 32
@@ -218,7 +218,7 @@ def _shared(constants: dict[str, Any], C: int) -> int:
     item, key_parts, parts, rows, buffers = (2, 1, 2, 32, 2) if act == "bf16" else (4, 3, 3, 16, 1)
     keys = 2 * key_parts * (4 * rows + buffers * panel) * (K + 8)
     steps = 8 * 4 * rows + 16 * rows + 2 * 8 * (CHUNK + TREE_ROWS) + 16 + 4 * 96 + 4 * 16
-    weights = 8 * parts * rows * (panel + rows + 8) + rows // 16 * 2 * 6 * 16 * 24
+    weights = 8 * parts * rows * (panel + rows + 8) + rows // 16 * 2 * 6 * 16 * 16
     threads = min(4 * Vt, 1 << (32 * constants["Warps"]).bit_length() - 1)
     row = 4 * (Vt * threads // 16 + 3 * CHUNK + 4) + C * (K * item + 4 * Vt)
     return 4 * K * Vt + keys + steps + max(weights, row)
@@ -238,10 +238,10 @@ def small_rows(k: Array, S: Array, ring: Ring, most: int | None) -> int:
 def small_bytes(K: int, rows: int, columns: int, warps: int, blocks: int, held: int, front: int = 0) -> int:
     """Bytes of Small in cuda/gdn_small.cuh for a kind of block; front: of what comes before W and T."""
     window, windows, columns = min(32, rows), -(-rows // 32), min(columns, K)
-    buffers = windows if 16 * warps > columns else 1
-    weights = buffers * (8 * window * (SMALL_RING + rows + 8) + window // 16 * 6 * 16 * 24)
+    wide, narrow = SMALL_RING + rows + 8, SMALL_RING + window + 8  # of W, of the last window and of one before it
+    weights = 8 * window * (wide + (windows - 1) * narrow) + rows // 16 * 6 * 16 * 16
     row = 4 * (columns * min(4 * columns, 1 << (32 * warps).bit_length() - 1) // 16 + 3 * CHUNK + 4)
-    keys = 2 * (K + 8) * (2 * rows + SMALL_RING) + 2 * (columns + 8) * rows
+    keys = 2 * (K + 8) * (2 * rows + SMALL_RING)
     fixed = 4 * 16 * min(held, K // 16) * columns + keys + max(weights, row, front)
     return fixed + 8 * (CHUNK + rows + 1) + 4 * rows * (1 + windows) + 8 + 16
 
@@ -256,8 +256,8 @@ def _launch(
     args |= {name: getattr(forest, name) for name in ("start", "chain", "parent", "request", "ancestors")}
     grid: int | tuple[int, int, int]
     if rows := small_rows(k, S, ring, forest.most):
-        most = device.multiprocessors()
-        kind = next((kind for kind in SMALL[rows] if B * Hv * -(-K // kind[0]) <= most), SMALL[rows][-1])
+        heads = B * Hv / device.multiprocessors()
+        kind = next((kind for kind in SMALL[rows] if heads * -(-K // kind[0]) <= kind[2]), SMALL[rows][-1])
         columns, warps, blocks, held = min(kind[0], K), *kind[1:]
         constants: dict[str, Any] = {"Act": "bf16", "K": K, "V": K, "Vt": columns, "Rows": rows, "Ring": SMALL_RING}
         constants |= {"Warps": warps, "Blocks": blocks, "Held": min(held, K // 16)}
