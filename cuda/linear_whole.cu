@@ -157,6 +157,13 @@ __device__ __forceinline__ void norm(
   }
 }
 
+// The next kernel may come from here on, not only when this one waits for the one before.
+__device__ __forceinline__ void next_may_start() {
+#ifndef EMULATED
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, TOGETHER) linear_whole(
     const __grid_constant__ TensorMap<const bf16> w,       // [Din / 64, Dout, 64] strides [64, Din, 1] box [Run, Features]
     const __grid_constant__ TensorMap<const bf16> w_more,  // [Din / 64, More, 64] strides [64, Din, 1] box [Run, Features] or null
@@ -173,6 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TOGETHER) linear_whole(
     int More,
     int AtOnce)
 {
+  if (!Places) next_may_start();
   extern __shared__ uint4 dynamic[];
   __shared__ Barrier full[RANGES][PLACES];
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
