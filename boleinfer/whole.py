@@ -16,7 +16,8 @@ MOST_TALL = 64  # rows of w in a tile, so that registers allow two blocks on a m
 LEAST = {1: 8, 8: 16}  # features of a tile, by rows of x
 LEAST_BOX = 24  # rows of a box from which the copying unit is as quick as memory
 ALL, RING = 140 * 1024, 192 * 1024  # bytes of a block's w: all of it at once up to ALL, RING at a time else
-UNDER_WAY, UNDER_WAY_IN_RING = 32 * 1024, 80 * 1024  # bytes of a block's w on their way at once before x is there
+UNDER_WAY = 80 * 1024  # bytes of a block's w that are on their way at the same time before x is there
+UNDER_WAY_OF_ONE = 32 * 1024  # where there is one row, and a place for all w
 MOST_PLACES, MOST_SHARED = 8, 226 * 1024
 ROUND, SHALLOW = 4, 8  # features that could be read instead of a round of tiles, of a place that a ring lacks of four
 
@@ -105,8 +106,8 @@ def product(
     args |= {"added": norm and norm.added, "sum": norm and norm.sum, "gain": norm and norm.gain}
     args |= {"eps": norm.eps if norm else 0.0, "out": out, "more": more, "R": R, "Dout": Dout}
     args |= {"Ldx": given.strides[0] // given.itemsize if R > 1 else Din, "More": 0 if w_more is None else len(w_more)}
-    rounds = UNDER_WAY_IN_RING // (128 * tall * t.run * RANGES)
-    args["AtOnce"] = RANGES * max(1, rounds) if t.places else max(1, UNDER_WAY // (128 * tall * t.run))
+    at_once = (UNDER_WAY if t.places or rows > 1 else UNDER_WAY_OF_ONE) // (128 * tall * t.run)
+    args["AtOnce"] = max(RANGES, at_once // RANGES * RANGES) if t.places else max(1, at_once)
     shape: dict[str, int | str] = {"Din": Din, "Rows": rows, "Features": t.features, "Run": t.run, "Places": t.places}
     kernels.launch(
         FILE,

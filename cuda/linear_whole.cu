@@ -157,7 +157,7 @@ __device__ __forceinline__ void norm(
   }
 }
 
-// The next kernel may come from here on, not only when this one waits for the one before.
+// The next kernel may come from here on, and not only when this one waits for the kernel before.
 __device__ __forceinline__ void next_may_start() {
 #ifndef EMULATED
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -180,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TOGETHER) linear_whole(
     int More,
     int AtOnce)
 {
-  if (!Places) next_may_start();
+  if (Rows == 1 && !Places) next_may_start();
   extern __shared__ uint4 dynamic[];
   __shared__ Barrier full[RANGES][PLACES];
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;

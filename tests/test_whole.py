@@ -65,7 +65,7 @@ def both(x, w, shape, dtype, gated=False, w_more=None):
 def test_the_bits_of_linear_hopper(R, Din, Dout, own, monkeypatch):
     monkeypatch.setattr(whole, "tile", lambda *_: own)
     monkeypatch.setattr(whole, "UNDER_WAY", 1)
-    monkeypatch.setattr(whole, "UNDER_WAY_IN_RING", 1)
+    monkeypatch.setattr(whole, "UNDER_WAY_OF_ONE", 1)
     x, w, w_more = rows(R, Din), normal(Dout, Din), normal(5, Din, seed=1)
     for dtype in (BF16, np.float32):
         for got, expected in both(x, w, (R, Dout), dtype, w_more=w_more if own.places else None):
