@@ -53,6 +53,7 @@ def speculation(record: Record) -> str:
             f"{machine}: the shipped model on held-out prompts, greedy, one request at a time. Trees of fixed size are "
             f"verified whatever they cost; the named drafters keep to the budget.\n\n"
             + _table(f"| drafter | {titles} |", lines)
+            + _differences(rows)
         )
     if rows := record["profiles"]:
         lines = [
@@ -89,6 +90,19 @@ def speculation(record: Record) -> str:
             + "."
         )
     return "\n\n".join(parts)
+
+
+def _differences(rows: Sequence[Record]) -> str:
+    """In how many answers of the shipped model a token is not plain decoding's, and how near the choice was."""
+    found = [d for r in rows for d in r["differences"]]
+    if not found:
+        return "\n\nAll answers are those of plain decoding."
+    ties = [d["deviations"] for d in found if d["near_tie"]]
+    return (
+        f"\n\n{len(found)} of {sum(r['prompts'] for r in rows)} answers differ from plain decoding's, {len(ties)} of "
+        f"them at a near tie, where the logits of the two tokens are at most {max(ties, default=0):.3f} standard "
+        "deviations of the row apart."
+    )
 
 
 def _table(titles: str, lines: Sequence[str]) -> str:

@@ -158,7 +158,7 @@ def compare(
         for name, drafter in {"none": none, **drafters, "known": last}.items():
             for together in (True,) if name == "none" else (False, True):
                 outputs = _answers(llm, drafter, prompts, params, together)
-                yield _compare(llm, Run(way, name, together), params, plain, outputs)
+                yield held_against(llm, Run(way, name, together), params, plain, outputs)
 
 
 def known_drafter(answers: dict[tuple[int, ...], list[int]], vocab: int) -> ScriptedDrafter:
@@ -201,7 +201,7 @@ def _answers(
     return [output for batch in batches for output in llm.generate(batch, params)]
 
 
-def _compare(
+def held_against(
     llm: LLM, run: Run, params: SamplingParams, plain: Sequence[RequestOutput], outputs: Sequence[RequestOutput]
 ) -> Run:
     """Fills the run with what came out and where it differs."""

@@ -13,9 +13,10 @@ from boleinfer.acceptance import Guesses, Oracle, Profile, Shape, Template, scal
 from boleinfer.cuda_executor import DraftPlan
 from boleinfer.device_step import Part, Results, Slots, StepInputs
 from boleinfer.draft.device import DeviceDrafter
+from boleinfer.draft.none import NoDrafter
 from boleinfer.forest import Tree
 from boleinfer.llm import LLM
-from boleinfer.near_tie import APART
+from boleinfer.near_tie import APART, BOUNDS
 from boleinfer.state import State
 from tests.test_bench_gpu import GPU, TINY, pretend  # noqa: F401
 
@@ -95,6 +96,7 @@ def profile_rows(shape, batch):
 def test_results_of_several_runs_are_shown_together():
     never = {"shape": "9b", "batch": 32, "profile": "paper", "times_plain": 0.99, "tokens_per_step": 1.0}
     mode = {"mode": "none", "text": "code", "tokens_per_step": 1.0, "tokens_per_s": 900.0, "times_plain": 1.0}
+    mode |= {"prompts": 8, "differences": []}
     verify = [{"shape": "9b", "rows": n, "relative": 1 + n / 160} for n in (1, 64)]
     few, many = profile_rows("9b", 1) + profile_rows("9b", 8), profile_rows("9b", 32)
     large = made_up(profiles=profile_rows("27b", 1), date="2026-01-02T00:00")
@@ -178,4 +180,34 @@ def test_ways_to_decode_one_model(quick, monkeypatch, tmp_path):
     bench_speculation.bundled(rows)
     assert [r["mode"] for r in rows[::2]] == [m.name for m in modes] and len(rows) == 6
     assert all(r["same_tokens"] and r["prompts"] == 1 and r["tokens_per_step"] >= 1 for r in rows)
-    assert "| tree-64 |" in speculation_tables.speculation(made_up(bundled=rows))
+    text = speculation_tables.speculation(made_up(bundled=rows))
+    assert "| tree-64 |" in text and "All answers are those of plain decoding." in text
+
+
+def test_answers_that_differ_are_judged(quick, monkeypatch, tmp_path):
+    """A token that is not plain decoding's is a near tie or it fails the command."""
+    (tmp_path / "heldout_prompts.json").write_text(json.dumps([{"text": "import os"}, {"text": "def f"}]))
+    modes = [m for m in bench_speculation.MODES if m.name in ("none", "chain-3")]
+    some = {"BUNDLED": tmp_path, "MODES": modes, "PROMPT_TOKENS": 4, "REPEATS": 1}
+    some["LLM"] = lambda **given: LLM(random_weights=TINY, max_model_len=512, **given)
+    for name, value in some.items():
+        monkeypatch.setattr(bench_speculation, name, value)
+    monkeypatch.setattr(bench_speculation, "up_to_docstring", lambda text: text)
+    generate = LLM.generate
+
+    def spoilt(llm, prompt, params):
+        outputs = generate(llm, prompt, params)
+        if not isinstance(llm.engine.drafter, NoDrafter) or isinstance(llm.engine.drafter, DeviceDrafter):
+            outputs[0].token_ids[2] = (outputs[0].token_ids[2] + 1) % 200
+        return outputs
+
+    monkeypatch.setattr(LLM, "generate", spoilt)
+    for bound, ties in ((1e9, 2), (1e-9, 0)):
+        monkeypatch.setitem(BOUNDS, "bf16", bound)
+        rows = []
+        bench_speculation.bundled(rows)
+        assert [(d["prompt"], d["token"]) for d in rows[2]["differences"]] == [(0, 2), (1, 2)]
+        assert sum(d["near_tie"] for d in rows[2]["differences"]) == ties and not rows[0]["differences"]
+        assert f"4 of 8 answers differ from plain decoding's, {2 * ties} of them" in speculation_tables.speculation(
+            made_up(bundled=rows)
+        )

@@ -81,7 +81,7 @@ def test_an_answer_that_ends_sooner_differs():
 
     right = Output([1, 2, 3], "length")
     for other, got in ((Output([1, 2], "error", "NaN"), None), (Output([1, 2, 3, 4], "length"), 4)):
-        run = verify._compare(None, verify.Run("greedy", "mtp", False), SamplingParams(), [right], [other])
+        run = verify.held_against(None, verify.Run("greedy", "mtp", False), SamplingParams(), [right], [other])
         (d,) = run.differences
         assert d.position == len(right.token_ids) - (got is None) and d.got == got and not d.near_tie
         assert verify.verdict([run]) == "different"
