@@ -30,26 +30,32 @@ def moe_core(
 
 # ---- the GPU ---------------------------------------------------------------------------------------------------------
 
-FILE = "moe_few.cu"
-FEW_ROWS = 8
+FILE, FP8_FILE = "moe_few.cu", "moe_few_fp8.cu"
+FEW_ROWS, THIN_ROWS = 8, 2  # THIN_ROWS: up to which FP8 weights are multiplied in another way
 LEAST_PLACES, MOST_PLACES, MOST_K, MOST_SCALED = 4, 12, 8192, 4096  # warps of a block; k, and k of FP8 weights
 MOST_BYTES, BESIDE = 208 * 1024, 10 * 1024  # of shared memory: most that is asked for, and what is left at least
 
 
-def _bytes(D: int, F: int, A: int, itemsize: int) -> tuple[int, int]:
+def _room(R: int, itemsize: int) -> int:
+    """Rows that a block has room for."""
+    return THIN_ROWS if itemsize == 1 and R <= THIN_ROWS else FEW_ROWS
+
+
+def _bytes(R: int, D: int, F: int, A: int, itemsize: int) -> tuple[int, int]:
     """Shared memory for x, or what a block has of out, and for a unit's weights."""
-    x_row, out_row = 2 * D + (64 if itemsize == 2 else 16), 64 * (A + 1)
-    return FEW_ROWS * max(x_row, out_row), max(4 * D, 16 * F) * itemsize
+    rows, x_row, out_row = _room(R, itemsize), 2 * D + (64 if itemsize == 2 else 16), 64 * (A + 1)
+    features = 4 if itemsize == 1 and rows == FEW_ROWS else 2
+    return rows * max(x_row, out_row), max(2 * features * D, 16 * F) * itemsize
 
 
 def _places(r: Residual, gate_up: Array | Fp8, down: Array | Fp8, A: int, shared: Shared) -> int:
-    """Units that a block of moe_few.cu has under way; 0 where it cannot multiply such matrices."""
+    """Units that a block of the single launch has under way; 0 where it cannot multiply such matrices."""
     if not 0 < len(r.stream) <= FEW_ROWS or r.added is None or not joins(r.stream, gate_up, down, shared):
         return 0
     (D, F), itemsize = bits(down).shape[1:], bits(down).itemsize
     if D % 256 or F % 256 or max(D, F) > (MOST_SCALED if itemsize == 1 else MOST_K) or not kernels.runs_here(FILE):
         return 0
-    x_bytes, place = _bytes(D, F, A, itemsize)
+    x_bytes, place = _bytes(len(r.stream), D, F, A, itemsize)
     places = min(MOST_PLACES, (min(MOST_BYTES, device.shared_bytes() - BESIDE) - x_bytes) // place)
     return places if places >= LEAST_PLACES else 0
 
@@ -68,13 +74,17 @@ def _launch(
     slots, keys = 1 + min(E, R * A), R * (E // 4 * 4 + 4)
     h, out, hidden = (device.empty(shape, r.stream.dtype) for shape in ((R, D), (R, D), (slots, R, F)))
     args = {"stream": r.stream, "added": r.added, "norm": r.norm, "router": router, "shared_gate": shared.gate}
-    args |= {"gate_up": bits(gate_up), "up_scale": scale(gate_up), "down": bits(down), "down_scale": scale(down)}
-    args |= {"shared_up": bits(shared.gate_up), "shared_up_scale": scale(shared.gate_up)}
-    args |= {"shared_down": bits(shared.down), "shared_down_scale": scale(shared.down)}
+    args |= {"gate_up": bits(gate_up), "down": bits(down)}
+    args |= {"shared_up": bits(shared.gate_up), "shared_down": bits(shared.down)}
     args |= {"counters": device.counters(4 + keys)[: 4 + keys], "hidden": hidden, "h": h, "out": out}
     args |= {"R": R, "E": E, "A": A, "D": D, "F": F, "Slots": slots, "eps": r.eps, "norm_topk": norm_topk}
-    x_bytes, place = _bytes(D, F, A, itemsize)
     constants: dict[str, int | str] = {"PerLane": per_lane(E, A), "Wt": device.c_type(bits(gate_up)), "Places": places}
+    if itemsize == 1:
+        args |= {"up_scale": scale(gate_up), "down_scale": scale(down)}
+        args |= {"shared_up_scale": scale(shared.gate_up), "shared_down_scale": scale(shared.down)}
+        constants["Rows"] = _room(R, itemsize)
+    x_bytes, place = _bytes(R, D, F, A, itemsize)
     nbytes, grid = x_bytes + places * place, min(device.blocks_together(), E + 1)  # a score for each block
-    kernels.launch(FILE, "few", grid, 32 * places, args, shared=nbytes, constants=constants)
+    file = FP8_FILE if itemsize == 1 else FILE
+    kernels.launch(file, "few", grid, 32 * places, args, shared=nbytes, constants=constants)
     return out, h

@@ -22,24 +22,33 @@ struct Choice {
   int expert;
 };
 
+// Sorts numbers, the largest first: Batcher's merges of halves of 2 RUN, whose step compares numbers APART.
+template <int RUN = 1, int APART = 1, int N>
+__device__ __forceinline__ void sort_falling(unsigned (&v)[N]) {
+#pragma unroll
+  for (int i = 0; i < N - APART; i++) {
+    const int from = i - APART % RUN, to = i + APART;
+    if (from < 0 || from / APART % 2 || i / (2 * RUN) != to / (2 * RUN)) continue;
+    const unsigned high = max(v[i], v[to]);
+    v[to] = min(v[i], v[to]), v[i] = high;
+  }
+  if constexpr (APART > 1) {
+    sort_falling<RUN, APART / 2>(v);
+  } else if constexpr (2 * RUN < N) {
+    sort_falling<2 * RUN, 2 * RUN>(v);
+  }
+}
+
 // A row's choice number `lane`, by a warp whose lane l has the PER_LANE experts from l PER_LANE on. key: their scores,
-// ordered; 0 behind the last expert. Changes key.
+// ordered; 0 behind the last expert.
 template <int PER_LANE>
-__device__ Choice choose(unsigned (&key)[PER_LANE], int A, bool norm_topk) {
+__device__ Choice choose(const unsigned (&key)[PER_LANE], int A, bool norm_topk) {
   const int lane = threadIdx.x % WARP;
-  const auto largest = [&] {
-    unsigned most[PER_LANE];
+  unsigned left[PER_LANE];  // of the lane's, not chosen
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) most[i] = key[i];
-#pragma unroll
-    for (int d = 1; d < PER_LANE; d *= 2) {
-#pragma unroll
-      for (int i = 0; i < PER_LANE; i += 2 * d) most[i] = max(most[i], most[i + d]);
-    }
-    return most[0];
-  };
-  unsigned mine = largest();
-  const unsigned most = __reduce_max_sync(ALL_LANES, mine);
+  for (int i = 0; i < PER_LANE; i++) left[i] = key[i];
+  sort_falling(left);
+  const unsigned most = __reduce_max_sync(ALL_LANES, left[0]);
   if (most == ~0u) return {nan(), lane};
   float sum = 0.0f;
   if (!norm_topk) {
@@ -48,21 +57,27 @@ __device__ Choice choose(unsigned (&key)[PER_LANE], int A, bool norm_topk) {
     sum = warp_sum(sum);
   }
 
-  // the largest that is left, A times; of equal ones the lowest expert
-  Choice own = {0.0f, 0};
-  unsigned score = 0;
+  // the largest that is left, A times; of equal ones the lowest expert. score: choice number `lane`, whose lane is the lowest of
+  // `owners`, and which that lane has chosen `again` times before.
+  unsigned score = 0, owners = 1, again = 0, last = 0, last_owner = 0, times = 0;
 #pragma unroll 1
   for (int a = 0; a < A; a++) {
-    const unsigned best = __reduce_max_sync(ALL_LANES, mine);
-    const int owner = __ffs(__ballot_sync(ALL_LANES, mine == best)) - 1;
-    int at = 0;
+    const unsigned best = __reduce_max_sync(ALL_LANES, left[0]);
+    const unsigned all = __ballot_sync(ALL_LANES, left[0] == best), owner = all & (0 - all);
+    if (owner == 1u << lane) {
 #pragma unroll
-    for (int i = PER_LANE - 1; i >= 0; i--) at = key[i] == best ? i : at;
+      for (int i = 0; i < PER_LANE - 1; i++) left[i] = left[i + 1];
+      left[PER_LANE - 1] = 0;
+    }
+    times = best == last && owner == last_owner ? times + 1 : 0, last = best, last_owner = owner;
+    if (lane == a) score = best, owners = all, again = times;
+  }
+  const int from = __ffs(owners) - 1;
+  Choice own = {0.0f, 0};
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) key[i] = lane == owner && i == at ? 0 : key[i];
-    mine = largest();
-    const int expert = __shfl_sync(ALL_LANES, lane * PER_LANE + at, owner);
-    if (lane == a) own.expert = expert, score = best;
+  for (int i = 0; i < PER_LANE; i++) {
+    const bool same = __shfl_sync(ALL_LANES, key[i], from) == score;
+    if (same && again-- == 0) own.expert = from * PER_LANE + i;
   }
   const float share = lane < A ? expf(unordered(score) - unordered(most)) : 0.0f;
   if (norm_topk) sum = warp_sum(share);
@@ -71,13 +86,14 @@ __device__ Choice choose(unsigned (&key)[PER_LANE], int A, bool norm_topk) {
 }
 
 // The choices of up to 8 rows, in the shared memory of a block. Slot s < slots is the expert of[s], experts rising; its rows
-// are the bits of chosen_by[of[s]].
+// are the bits of chosen_by[of[s]]; slot_of[of[s]] is s.
 template <int THREADS>
 struct Choices {
   static constexpr int WARPS = THREADS / WARP, EACH = (MOST_EXPERTS + THREADS - 1) / THREADS;  // experts of a thread
   float weight[FEW_ROWS * MOST_CHOSEN];  // of row r's choice a at r A + a
   short expert[FEW_ROWS * MOST_CHOSEN], of[FEW_ROWS * MOST_CHOSEN];
   alignas(4) unsigned char chosen_by[EACH * THREADS];
+  unsigned char slot_of[EACH * THREADS];
   int count[WARPS];
   int slots;
 
@@ -116,7 +132,8 @@ struct Choices {
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       const int at = before + __popc(chosen[i] & ((1u << lane) - 1));
-      if (chosen[i] >> lane & 1) of[at] = (warp * EACH + i) * WARP + lane;
+      const int e = (warp * EACH + i) * WARP + lane;
+      if (chosen[i] >> lane & 1) of[at] = e, slot_of[e] = at;
       before += __popc(chosen[i]);
     }
     if (threadIdx.x == THREADS - 1) slots = before;

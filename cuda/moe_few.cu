@@ -1,6 +1,6 @@
 // A mixture of experts for up to 8 rows, from the residual stream on: h = stream + added, x = rms_norm(h), the router's
 // scores, each row's choice, and out = the sum over its experts, by rising index, of weight * down (silu(gate x) * up x),
-// and then sigmoid(score) times the shared expert's; bf16 h and x, bf16 or FP8 weights. Definitions: add_rms_norm in
+// and then sigmoid(score) times the shared expert's; of bf16; FP8 weights: moe_few_fp8.cu. Definitions: add_rms_norm in
 // boleinfer/ops/norms.py, route and moe in boleinfer/ops/moe.py. Sums in float32; hidden is rounded to bf16.
 //
 // grid: at most one block a multiprocessor and one a score, all there at once: they wait for one another's scores, and between
@@ -24,7 +24,7 @@
 // Sums are in the order of rms_norm.cu, moe_router.cu and moe_experts.cu, so a row has the same bits with more rows.
 //
 // arch: 90, 100, 120
-// sizes: Wt=bf16 PerLane=8 Places=10 | Wt=fp8 PerLane=16 Places=12
+// sizes: Wt=bf16 PerLane=8 Places=10
 // spills: sm_100 and sm_120, bf16: four registers, while 64 take what others write of hidden
 #include "bulk.cuh"
 #include "moe_choice.cuh"
@@ -40,8 +40,6 @@ constexpr int AT_ONCE = 4;                // rows of h that are under way togeth
 
 enum { TAKEN, LEFT, KEYS = 4 };  // counters: units that were taken, blocks that take no more; then the scores
 
-__device__ __forceinline__ int scales_of(int n) { return (n + SCALED - 1) / SCALED; }
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
     const bf16* stream,                           // [R, D] aligned 16
     const bf16* added,                            // [R, D] aligned 16
@@ -49,13 +47,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
     const bf16* __restrict__ router,              // [E, D] aligned 16
     const bf16* __restrict__ shared_gate,         // [1, D] aligned 16; the shared expert's
     const Wt* __restrict__ gate_up,               // [E, 2*F, D] aligned 16; gate rows first
-    const float* __restrict__ up_scale,           // [E, (2*F+127)/128, (D+127)/128] or null; of FP8 weights
     const Wt* __restrict__ down,                  // [E, D, F] aligned 16
-    const float* __restrict__ down_scale,         // [E, (D+127)/128, (F+127)/128] or null
     const Wt* __restrict__ shared_up,             // [2*F, D] aligned 16; of the shared expert
-    const float* __restrict__ shared_up_scale,    // [(2*F+127)/128, (D+127)/128] or null
     const Wt* __restrict__ shared_down,           // [D, F] aligned 16
-    const float* __restrict__ shared_down_scale,  // [(D+127)/128, (F+127)/128] or null
     int* counters,                                // [4 + R*(E/4*4+4)] 0 before and after
     bf16* hidden,                                 // [Slots, R, F] aligned 16; slot s + 1, the shared expert's first
     bf16* h,                                      // [R, D] aligned 16
@@ -90,7 +84,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
   // unit u of the first product is features f and f + 1 of slot u / each; 0 is the shared expert's, s + 1 that of of[s]
   const int each = F / 2, step = Places * gridDim.x;
   int unit = warp * gridDim.x + blockIdx.x;
-  float2 scales_next = make_float2(0.0f, 0.0f);  // of FP8, of 128 k number `lane`: x of gate or down, y of up
   const auto ask = [&](int u) {
     const int slot = u / each, f = u % each * 2;
     const long long e = slot ? choices.of[slot - 1] : 0;
@@ -99,11 +92,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
       arrive_expecting(full[warp], 4 * up_bytes);
       load_run(place, matrix + (long long)f * D, 2 * up_bytes, full[warp]);
       load_run(place + 2 * up_bytes, matrix + (long long)(F + f) * D, 2 * up_bytes, full[warp]);
-    }
-    if (ITEM == 1 && lane < scales_of(D)) {
-      const float* all = slot ? up_scale + e * scales_of(2 * F) * scales_of(D) : shared_up_scale;
-      scales_next.x = all[f / SCALED * scales_of(D) + lane];
-      scales_next.y = all[(F + f) / SCALED * scales_of(D) + lane];
     }
   };
   const bool early = unit < each;
@@ -247,10 +235,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
       arrive_expecting(full[warp], HEIGHT * down_bytes);
       load_run(place, matrix + (long long)d0 * F, HEIGHT * down_bytes, full[warp]);
     }
-    if (ITEM == 1 && lane < scales_of(F)) {
-      const float* all = slot ? down_scale + e * scales_of(D) * scales_of(F) : shared_down_scale;
-      scales_next.x = all[d0 / SCALED * scales_of(F) + lane];
-    }
   };
 
   const int units = slots * each;
@@ -260,10 +244,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
   const char* const x_row = xs + min(g, R - 1) * x_pitch;
   const char* const w_row = place + g % 4 * up_bytes + g / 4 * CHUNK * ITEM;
   for (; unit < units; parity ^= 1) {
-    const float2 scales = scales_next;
     wait(full[warp], parity);
     float sum[2][4] = {};
-    multiply_two(sum, x_row, w_row, D, scales);
+    multiply_two(sum, x_row, w_row, D);
     __syncwarp();
     const int now = unit;
     unit = __shfl_sync(ALL_LANES, next, 0);
@@ -329,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
       }
       float sum[PARTS][4] = {};
       multiply_tile(
-          sum, hidden + ((long long)slot * R + own) * F, place + g * down_bytes, 8 * down_bytes, F, scales_next.x,
+          sum, hidden + ((long long)slot * R + own) * F, place + g * down_bytes, 8 * down_bytes, F,
           [&] { wait(full[warp], parity); });
       __syncwarp();
       ask_down(v + Places);

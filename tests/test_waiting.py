@@ -30,7 +30,8 @@ WEIGHTS = {
     "linear_tiles.cu": {"w", "scale"},
     "linear_whole.cu": {"gain"},
     "moe_experts.cu": {"weights", "scale", "shared", "shared_scale"},
-    "moe_few.cu": {"norm", "router", "shared_gate", "gate_up", "up_scale", "down", "down_scale"}
+    "moe_few.cu": {"norm", "router", "shared_gate", "gate_up", "down", "shared_up", "shared_down"},
+    "moe_few_fp8.cu": {"norm", "router", "shared_gate", "gate_up", "up_scale", "down", "down_scale"}
     | {"shared_up", "shared_up_scale", "shared_down", "shared_down_scale"},
     "moe_plain.cu": {"weights", "scale"},
     "moe_router.cu": {"router", "shared_gate"},

@@ -149,6 +149,17 @@ def test_routing_and_grouping(gpu, R, E, A):
     assert np.array_equal(np.repeat(expert_of, sizes), expert.ravel()[expected])
 
 
+@pytest.mark.parametrize("E,A", [(8, 8), (40, 9), (300, 32)])
+@pytest.mark.parametrize("values", [1, 2, 7])
+def test_equal_scores_go_to_lower_experts(gpu, E, A, values):
+    rng = np.random.default_rng(E + values)
+    x = np.eye(64, dtype=np.float32)[rng.integers(0, 64, 3)]
+    router = rng.integers(-values, values, (E, 64)).astype(np.float32)
+    _, chosen = moe.route(x, router, A, True)
+    _, expert = moe.route(*(device.upload(a.astype(device.dtype("bf16"))) for a in (x, router)), A, True)
+    assert np.array_equal(device.download(expert), chosen)
+
+
 @pytest.mark.parametrize("R", [2, 40])
 def test_routing_of_odd_scores(gpu, R):
     inf = np.float32("inf")
