@@ -223,10 +223,14 @@ class Budget:
         return (found.sum(1) + more) * (hits + PRIOR_HITS) / (claimed + PRIOR_HITS)
 
     def draft_s(self, way: int, batch: int) -> float:
-        """Seconds that drafting adds to a step, on the host and on the GPU."""
-        r = self._records[way]
+        """Seconds that drafting adds to a step, on the host and on the GPU; a way's host is that of others that ask
+        while it has no steps."""
+        some = [self._records[way]]
+        if self.ways[way].asks and not some[0].steps:
+            some = [r for r, w in zip(self._records, self.ways) if w.asks]
+        steps = sum(r.steps for r in some)
         on_gpu = self.costs.draft_s(self.ways[way].variant, batch) if self.costs is not None else 0.0
-        return on_gpu + (r.draft_s / r.steps if r.steps else 0.0)
+        return on_gpu + (sum(r.draft_s for r in some) / steps if steps else 0.0)
 
     def learn(self, news: StepNews) -> None:
         """Takes in a step."""
@@ -267,7 +271,7 @@ class Budget:
         ratio = (news.seconds - news.draft_s) / told
         if r.since or not math.isfinite(ratio):  # the first step in a way has to catch up; or nobody asked for it
             return
-        if self._timed and news.seconds > OUTLIER * self._pace_now * told:  # a graph was captured, a prompt caught up
+        if self._timed and ratio > OUTLIER * self._pace_now:  # a graph was captured, a prompt caught up
             return
         self._timed += 1
         if self._timed == 1:

@@ -42,6 +42,7 @@ class World:
     draft_s: float = 0.0
     claimed: float | None = None
     slow: float = 1.1
+    reads_text: bool = False  # the host drafts beside the GPU
 
     def __post_init__(self) -> None:
         self.budget = Budget(self.ways, self.costs)
@@ -67,7 +68,7 @@ class World:
             rows = self.batch + sum(map(len, trees))
             took = self.slow * float(self.costs.step_s(np.asarray([rows]), self.batch, 1000)[0])
             took += self.costs.draft_s(self.ways[way].variant, self.batch)
-            drafted = self.draft_s if way and not gpu else 0.0
+            drafted = self.draft_s if way and (self.reads_text or not gpu) else 0.0
             self.budget.learn(StepNews(way, drawn, self.batch, 1000, rows, trees, right, took + drafted, drafted))
             self.before = way
             self.used.append(way)
@@ -115,6 +116,17 @@ def test_what_one_way_claims_tells_of_the_others(rate, better, way):
     world.budget.choose = lambda *_: way
     world.run(4)
     assert world.budget.speed(better, 1, 1000) > 1.03 * world.budget.speed(3 - better, 1, 1000)
+
+
+@pytest.mark.parametrize("draft_s", [0.5e-3, 1.5e-3, 5e-3])
+def test_a_host_that_drafts_longer_than_steps_take_is_left_at_once(draft_s):
+    """A small model: all ways ask the same slow drafter, and what one of them took tells of the others."""
+    table = CostTable(
+        (8, 64), (1,), (1000,), np.asarray([[[0.2e-3]], [[0.3e-3]]]), True, {1: np.full(1, 1e-4), 2: np.full(1, 2e-4)}
+    )
+    world = World(table, [PLAIN, Way(True, 0, 8), *ON_GPU[1:]], 1, 0.8, draft_s=draft_s, reads_text=True)
+    world.run(100)
+    assert sum(way > 0 for way in world.used) <= 12
 
 
 def test_back_when_the_text_changes():
