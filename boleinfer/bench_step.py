@@ -67,7 +67,7 @@ def label(launch: Launch) -> tuple[str, ...]:
     """A kernel by name, a product with its sizes too."""
     if not launch.name.startswith("linear"):
         return (launch.name,)
-    Din = launch.args["Din"]
+    Din = (launch.args | launch.given[1]["constants"])["Din"]  # where it is known to the compiler, a constant
     return launch.name, f"{launch.args['w'].size // Din}x{Din}"
 
 
