@@ -31,7 +31,7 @@ Extent = int | tuple[int, ...]
 _GRID, _BLOCK, _THREADS = (2**31 - 1, 65535, 65535), (1024, 1024, 64), 1024  # limits of every architecture
 OLDEST = 80  # the first architecture with bf16
 _EARLY_SINCE = 90  # the first architecture on which a kernel can start before the previous one is done
-_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 _UINT8, _BFLOAT16, _NOT_INTERLEAVED, _SWIZZLE_128B, _L2_128B, _ZEROS_OUTSIDE = 0, 9, 0, 3, 2, 0  # CUtensorMap's
 
 
@@ -45,7 +45,6 @@ def launch(
     shared: int = 0,
     constants: Mapping[str, Constant] | None = None,
     stream: Any = None,
-    cluster: int = 1,
 ) -> None:
     """Queue kernel `name` of cuda/`file` on the current device.
 
@@ -55,7 +54,6 @@ def launch(
     shared:      bytes of dynamic shared memory of a block
     constants:   the compile-time constants of the file's `// sizes:`: numbers, truth values, types by their C name
     stream:      a CuPy stream; the current one when None
-    cluster:     so many neighbouring blocks can reach one another's shared memory (sm_90a)
     Raises KernelError for anything that does not fit the declaration or does not compile, ToolchainError (one kind of
     it) when CuPy, NVRTC, its headers, the driver or the GPU is missing or does not fit.
     """
@@ -73,7 +71,7 @@ def launch(
         raise KernelError(f"{where}: {shared} bytes of shared memory were asked for; give 0 or more")
     function = _module(gpu, device, source, tuple(chosen.items())).function(name, shared)
     try:
-        function(*shape, values, shared, stream, *([cluster] if cluster > 1 else []))
+        function(*shape, values, shared, stream)
     except Exception as error:  # CuPy's kinds of error differ between driver and runtime
         raise KernelError(
             f"{where}: CUDA refuses the launch with grid {shape[0]}, block {shape[1]} and {shared} bytes of dynamic "
@@ -232,17 +230,13 @@ class Gpu:
         values: Sequence[np.generic],
         shared: int,
         stream: Any,
-        cluster: int = 1,
     ) -> None:
         """Queues a kernel by the driver's cuLaunchKernelEx: CuPy passes neither attributes nor structs by value.
 
         early: it may start before the previous one of the stream is done (it waits by itself)"""
         stream = self._cupy.cuda.get_current_stream() if stream is None else stream
-        wanted: dict[int, tuple[int, ...]] = {_PROGRAMMATIC_STREAM_SERIALIZATION: (1,)} if early else {}
-        if cluster > 1:
-            wanted[_CLUSTER_DIMENSION] = (cluster, 1, 1)
-        attributes = (_Attribute * 2)(*(_Attribute(name, 0, value) for name, value in wanted.items()))
-        config = _Config(*grid, *block, shared, stream.ptr, attributes, len(wanted))
+        attributes = (_Attribute * 1)(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1,)))
+        config = _Config(*grid, *block, shared, stream.ptr, attributes, int(early))
         held = [ctypes.create_string_buffer(value.tobytes(), value.nbytes) for value in values]
         addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(h) for h in held))
         status = self._driver.cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(function.ptr), addresses, None)
