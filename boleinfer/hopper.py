@@ -18,14 +18,15 @@ MOST_DEPTH = 40  # places of a ring
 UNDER_WAY = 80 * 1024  # bytes of a block's w that are on their way at the same time when its ring is filled
 MOST_PROCESSORS = 144  # of a GPU of this architecture
 WIDTHS = (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192)  # rows of w in a tile
-MOST_OWN = 112  # of these, of one warpgroup for up to 64 rows of x, whose registers hold two or three sums
+MOST_OWN = 112  # of these, of one warpgroup for up to 64 rows of x, whose registers hold two sums
+MOST_HALVED = 80  # of one warpgroup that holds four
 RUNS = (4, 2, 1)  # tiles of 64 k that come and are multiplied together
 TO_MULTIPLY, TO_BEGIN = 19, 23  # rows of w that come while a tile of 64 k is multiplied, and before, once a chunk
 QUICKEST = 1.2  # how much faster a multiprocessor reads than at its share of the bandwidth, when others are idle
 INTAKE = 2.8  # how much faster it gets w and x together out of L2
 # What else costs time, in bytes of w that a multiprocessor could read meanwhile at its share
-OF_SUMS = 0.3  # a byte of a part's sums, written or read
-TO_END, TO_JOIN = 25_000, 50_000  # a tile's end, each part that is joined
+OF_SUMS = 0.6  # a byte of a half's sum, which passes L2
+TO_END, TO_JOIN = 25_000, 75_000  # a tile's end, waiting for the other half
 
 
 class Cut(NamedTuple):
@@ -33,7 +34,7 @@ class Cut(NamedTuple):
 
     features: rows of w in a tile
     whole:    tiles with all of k
-    parts:    into how many parts k of the others is cut
+    parts:    into how many parts k of the others is cut; of bf16 it is all of k, or halves in all tiles
     """
 
     features: int
@@ -56,10 +57,6 @@ class Cut(NamedTuple):
         """Warpgroups that share the features."""
         return 1 if rows > 64 or self.features <= MOST_OWN else 2
 
-    def ranks(self, rows: int) -> int:
-        """How many parts share the joining, eight features at least each."""
-        return min(self.parts, self.features // self.groups(rows) // 8)
-
 
 def run_of(features: int, rows: int, row_bytes: int) -> int:
     """The most tiles of 64 k in a chunk, whole ones in each range: up to 24 KB of w, and a fifth of a ring with x."""
@@ -72,7 +69,6 @@ def cut(widths: tuple[int, ...], row_bytes: int, rows: int, processors: int, hal
     """The cut that should take the least time; the bits of the results do not depend on it.
 
     widths: rows of the matrices; row_bytes: of such a row; rows: of x in a tile; halves: rows of w of each feature
-    Blocks take full rounds of tiles with all of k; k of the tiles left is cut so that each block has one piece more.
     """
 
     def cost(c: Cut) -> float:
@@ -81,21 +77,19 @@ def cut(widths: tuple[int, ...], row_bytes: int, rows: int, processors: int, hal
         taken = max((c.features + rows) / INTAKE, chunk) * row_bytes
         rounds, left = divmod(c.tiles(*widths), processors)
         at_the_end = max(w * left / processors, w / c.parts / QUICKEST, taken / c.parts) if left else 0
-        read_and_written = (c.kept() / c.ranks(rows) + RANGES / c.parts) * c.sum_bytes(rows)
-        join = TO_JOIN * c.parts + OF_SUMS * read_and_written if c.parts > 1 else 0
+        join = TO_JOIN + OF_SUMS * c.sum_bytes(rows) if c.parts > 1 else 0
         ends = TO_END * (rounds + (left > 0))
         return rounds * max(w, taken) + at_the_end + ends + join
 
     candidates = []
     for features in reversed(WIDTHS):
-        if features // Cut(features, 0, 1).groups(rows) % (8 * halves):
+        own = features // Cut(features, 0, 1).groups(rows)
+        if own % (8 * halves):
             continue
         tiles = Cut(features, 0, 1).tiles(*widths)
-        left = tiles % processors
         candidates.append(Cut(features, tiles, 1))
-        if left and row_bytes >= 128 * RANGES:
-            each = [parts for parts in (2, 4, 8) if parts * left <= processors]  # has as many ranges
-            candidates += [Cut(features, tiles - left, parts) for parts in each]
+        if own <= MOST_HALVED and 2 * tiles <= processors and row_bytes >= 128 * RANGES:
+            candidates.append(Cut(features, 0, 2))
     return min(candidates, key=cost)
 
 
@@ -123,35 +117,33 @@ def product(
     c = cut(widths, row_bytes, rows, processors, halves)
     if row_tiles > 1:
         c = Cut(c.features, Cut(c.features, 0, 1).tiles(*widths), 1)
-    cut_tiles = c.tiles(*widths) - c.whole
-    units = row_tiles * (c.whole + cut_tiles * c.parts)
+    tiles = row_tiles * c.tiles(*widths)
     run = run_of(c.features, rows, row_bytes)
     place, chunks = 128 * run * (c.features + rows), -(-row_bytes // (128 * run))
-    each = -(-row_tiles * c.whole // processors) * chunks + -(-chunks // c.parts)  # chunks of a block, about
+    each = -(-tiles * c.parts // processors) * -(-chunks // c.parts)  # chunks of a block, about
     ring = LONG if each * place >= LONG_FROM else SHORT
     depth = max(2, min(ring // place, each, MOST_DEPTH))
     warpgroups = c.groups(rows) * -(-rows // 64)
-    sums, tickets = None, None
+    sums, passed = None, None
     if c.parts > 1:
-        sums = device.empty(row_tiles * cut_tiles * c.kept() * c.sum_bytes(max(64, rows)) // 4, np.float32)
-        tickets = device.counters(row_tiles * cut_tiles * 4 * warpgroups)
+        sums = device.empty(tiles * c.sum_bytes(max(64, rows)) // 4, np.float32)
+        passed = device.counters(tiles * 4 * warpgroups)
     in_turn = w.reshape(halves, len(w) // halves, -1).swapaxes(0, 1)  # [width, halves, Din]: rows of gate and of up
     arrays = {"x": x, "w": in_turn, "w_more": None if w_more is None else w_more[:, None]}
-    arrays |= {"sums": sums, "tickets": tickets, "use": use, "allowed": allowed, "largest": largest}
+    arrays |= {"sums": sums, "passed": passed, "use": use, "allowed": allowed, "largest": largest}
     sizes = {"R": R, "Ldx": x.strides[0] // x.itemsize if R > 1 else Din, "Din": Din, "Width": len(in_turn)}
-    sizes |= {"More": 0 if w_more is None else len(w_more), "Whole": c.whole, "Parts": c.parts}
-    sizes |= {"Ranks": c.ranks(rows) if device.blocks_together() >= processors else 1, "Depth": depth}
+    sizes |= {"More": 0 if w_more is None else len(w_more), "Depth": depth}
     sizes["AtOnce"] = max(1, UNDER_WAY // (128 * run * c.features))
-    sizes |= {"Sums": 0 if sums is None else sums.size, "Tickets": 0 if tickets is None else tickets.size}
-    tile = {"Rows": rows, "Features": c.features, "Groups": c.groups(rows), "Run": run, "Gated": int(gated)}
+    sizes |= {"Sums": 0 if sums is None else sums.size, "Passed": 0 if passed is None else passed.size}
+    tile = {"Rows": rows, "Features": c.features, "Groups": c.groups(rows), "Run": run, "Parts": c.parts}
     kernels.launch(
         FILE,
         "linear_hopper",
-        min(processors, units),
+        2 * tiles if c.parts == 2 else min(processors, tiles),  # a half waits for one of a block before it
         128 * (warpgroups + 1),
         {**arrays, "out": out, "more": more, **sizes},
         shared=1024 + depth * place + max(0, 128 * ((run - 1) * rows + 64) - place),
-        constants={"Out": device.c_type(out), **tile},
+        constants={"Out": device.c_type(out), **tile, "Gated": int(gated)},
     )
 
 

@@ -56,6 +56,24 @@ __device__ __forceinline__ int warp_arrives_among_last(int* counter, int warps, 
   return __shfl_sync(ALL_LANES, rank, 0);
 }
 
+// A warp passes on what it wrote: whoever awaits it with the same flag, once, can then read that. The flag is 0 before and
+// after. A block that awaits must come after the one that passes on: blocks begin in order, so this one has begun.
+__device__ __forceinline__ void warp_passes_on(int* flag) {
+  __syncwarp();
+  if (threadIdx.x % WARP == 0) {
+    fence_device();
+    atomicExch(flag, 1);
+  }
+}
+__device__ __forceinline__ void warp_awaits(int* flag) {
+  if (threadIdx.x % WARP == 0) {
+    while (*static_cast<volatile int*>(flag) == 0) {}
+    fence_device();
+    *flag = 0;
+  }
+  __syncwarp();
+}
+
 // Four words that other blocks may be writing, each as it was or as it is written.
 __device__ __forceinline__ uint4 read_live(const void* p) {
 #ifdef EMULATED

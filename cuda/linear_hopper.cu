@@ -6,8 +6,8 @@
 // A tile of out is Rows rows and what `Features` rows of w give; for Gated those are rows of gate and of up in turn. The tiles
 // of w_more come behind those of w. Products have 64 rows of x, of which those behind the tile's are whatever lies there and
 // are left alone, and a warpgroup's rows of w, eight or more: so tiles are as wide as gives each block one, and the numbers of
-// neighbouring lanes are neighbours in out. How blocks share tiles: cut.cuh. Of the warps that own the same results of a cut
-// tile those Ranks that end last wait for one another and join the sums of some features each.
+// neighbouring lanes are neighbours in out. How blocks share tiles: cut.cuh. With Parts = 2 k is cut in halves, of
+// which the first passes its sum on to the second, which has kept those of its ranges in registers: to be added in order.
 //
 // Weights pass through L2 as what goes first, so that the codes and small arrays of all other kernels stay there: 0.8B's
 // step took 4 % longer without (H200, 2026-11-30).
@@ -20,7 +20,7 @@
 // Read twice: x, by every block (L2), w by every tile of rows.
 //
 // arch: 90a
-// sizes: Out=bf16 Rows=16 Features=32 Groups=1 Run=4 Gated=0 | Out=bf16 Rows=8,64 Features=32 Groups=1 Run=2 Gated=0 | Out=bf16 Rows=32 Features=80,96 Groups=1 Run=2 Gated=0 | Out=bf16 Rows=128 Features=64,80,96,160 Groups=1 Run=1 Gated=0 | Out=float Rows=16 Features=192 Groups=2 Run=1 Gated=0 | Out=float Rows=128 Features=192 Groups=1 Run=1 Gated=0 | Out=bf16 Rows=16,64 Features=192 Groups=2 Run=1 Gated=1 | Out=bf16 Rows=128 Features=192 Groups=1 Run=1 Gated=1
+// sizes: Out=bf16 Rows=128 Features=64,96 Groups=1 Run=1 Parts=2 Gated=0 | Out=bf16 Rows=32 Features=40 Groups=1 Run=2 Parts=2 Gated=0 | Out=bf16 Rows=64 Features=160 Groups=2 Run=1 Parts=2 Gated=0 | Out=bf16 Rows=16 Features=32 Groups=1 Run=4 Parts=1 Gated=0 | Out=bf16 Rows=8,64 Features=32 Groups=1 Run=2 Parts=1 Gated=0 | Out=bf16 Rows=32 Features=80,96 Groups=1 Run=2 Parts=1 Gated=0 | Out=bf16 Rows=128 Features=80,96,160 Groups=1 Run=1 Parts=1 Gated=0 | Out=float Rows=16 Features=192 Groups=2 Run=1 Parts=1 Gated=0 | Out=float Rows=128 Features=192 Groups=1 Run=1 Parts=1 Gated=0 | Out=bf16 Rows=16,64 Features=192 Groups=2 Run=1 Parts=1 Gated=1 | Out=bf16 Rows=128 Features=192 Groups=1 Run=1 Parts=1 Gated=1
 #include "cut.cuh"
 #include "largest.cuh"
 #include "wgmma.cuh"
@@ -33,15 +33,14 @@ constexpr int HALVES = 1 + Gated, RESULTS = Features / HALVES;  // RESULTS: feat
 constexpr int OWN = Features / Groups;                          // rows of w of a warpgroup
 constexpr int X_TILE = Rows * ROW_BYTES, X_BYTES = Run * X_TILE, W_TILE = Features * ROW_BYTES, W_BYTES = Run * W_TILE;
 constexpr int PLACE = X_BYTES + W_BYTES;
-constexpr int SUMS = OWN / 2, QUADS = OWN / 8;   // of a lane; fours of them, for eight rows of w each
-constexpr int TO_NEXT = WARPS * QUADS * WARP;    // fours from one sum of a cut tile to the next
-constexpr int TOGETHER = QUADS < 4 ? QUADS : 4;  // of these, joined at a time
-constexpr int MOST = 40;                         // places of a ring
+constexpr int SUMS = OWN / 2, QUADS = OWN / 8;  // of a lane; fours of them, for eight rows of w each
+constexpr int PART = RANGES / Parts;            // ranges of a unit
+constexpr int MOST = 40;                        // places of a ring
 static_assert(OWN % (8 * HALVES) == 0 && (!Gated || sizeof(Out) == 2), "gates and ups become words of bf16 pairs");
 
 // Numbers that a thread holds while it multiplies; whether some need registers of those that ask, and whether two blocks
 // fit on a multiprocessor.
-constexpr int HELD = SUMS * 2;
+constexpr int HELD = SUMS * (Parts == 1 ? 2 : PART);
 constexpr bool HUNGRY = WARPS == 8 && HELD > 112, TWO_FIT = WARPS == 4 && HELD <= 72;
 
 // Chunks of x and w on their way from the warps that ask for them to those that multiply. The first w of a place counts at
@@ -226,12 +225,12 @@ struct Results {
   Largest* largest;
   int w_tiles, width, more_width;
 
-  // Of the warp, in rows from `row` on up to `end`: of a tile's results those of its rows `from` to `to` - 1 of w.
+  // Of the warp, in rows from `row` on up to `end`: of a tile's results those of its rows of w from `from` on.
   template <int S>
-  __device__ __forceinline__ void put(const float (&sum)[S], int tile, int row, int end, int from, int to) const {
+  __device__ __forceinline__ void put(const float (&sum)[S], int tile, int row, int end, int from) const {
     const bool of_more = tile >= w_tiles;
     const int begin = (of_more ? tile - w_tiles : tile) * RESULTS, first = begin + from / HALVES;
-    const int last = min(of_more ? more_width : width, begin + to / HALVES);
+    const int last = min(of_more ? more_width : width, begin + (from + OWN) / HALVES);
     if (!Gated && of_more) {
       write(more, nullptr, sum, row, end, first, last, more_width);
     } else {
@@ -241,12 +240,29 @@ struct Results {
   }
 };
 
+// sum[0] = total + sum[0] + sum[1] + ...; total: zeros, or the lane's place of one that was kept.
+template <int N>
+__device__ __forceinline__ void add_to(const float4* total, float (&sum)[N][SUMS]) {
+#pragma unroll
+  for (int n = 0; n < QUADS; n++) {
+    const float4 given = total ? __ldcg(total + n * WARP) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float four[4] = {given.x, given.y, given.z, given.w};
+#pragma unroll
+    for (int r = 0; r < N; r++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) four[i] += sum[r][4 * n + i];
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) sum[0][4 * n + i] = four[i];
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1) linear_hopper(
     const __grid_constant__ TensorMap<const bf16> w,  // [Width, 1 + Gated, Din] strides [Din, Width * Din, 1] box [Features / (1 + Gated), 1 + Gated]
     const __grid_constant__ TensorMap<const bf16> w_more,  // [More, 1, Din] box [Features, 1] or null
     const __grid_constant__ TensorMap<const bf16> x,       // [R, Din] strides [Ldx, 1] box [Rows]
-    float* sums,         // [Sums] aligned 16 or null; of parts of tiles, lane by lane
-    int* tickets,        // [Tickets] or null; of each warp of a cut tile, 0 before and after
+    float* sums,         // [Sums] aligned 16 or null; of first halves of tiles, lane by lane
+    int* passed,         // [Passed] or null; of each warp of a tile, 0 before and after
     Out* out,            // [R, Width]
     float* more,         // [R, More] or null; x w_more^T
     const int* use,      // [R] or null; null: all results of all rows
@@ -257,13 +273,10 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
     int Din,
     int Width,
     int More,
-    int Whole,
-    int Parts,
-    int Ranks,
     int Depth,
     int AtOnce,
     int Sums,
-    int Tickets)
+    int Passed)
 {
   extern __shared__ uint4 dynamic[];
   __shared__ Barrier full[MOST], empty[MOST], loaded[MOST];
@@ -271,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
   const int lane = threadIdx.x % WARP, warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0);  // the same in a warp
   const int chunks = (Din + K - 1) / K, row_tiles = (R + Rows - 1) / Rows;
   const int w_tiles = (Width + RESULTS - 1) / RESULTS, tiles = w_tiles + (More + RESULTS - 1) / RESULTS;
-  const Units<Rows> units{row_tiles, Whole, Parts, row_tiles * (Whole + (tiles - Whole) * Parts)};
+  const Units<Rows> units{row_tiles, Parts == 1 ? tiles : 0, Parts, row_tiles * tiles * Parts};
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < Depth; i++) make_barrier(full[i], 2), make_barrier(empty[i], WARPS), make_barrier(loaded[i], 1);
@@ -279,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
   }
   __syncthreads();
 
-  if (warp >= WARPS && HUNGRY) fewer_registers<40>();
+  if (warp >= WARPS && HUNGRY) fewer_registers<24>();
   if (warp == WARPS) {
     if (lane) return;
     prefetch_map(w);
@@ -320,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
   }
 
   if (warp >= WARPS) return;
-  if (HUNGRY) more_registers<232>();
+  if (HUNGRY) more_registers<240>();
   after_previous();
   const Results results{out, more, use, allowed, largest, w_tiles, Width, More};
   const Warpgroup own(ring, warp);
@@ -328,35 +341,36 @@ extern "C" __global__ void __launch_bounds__(WARP * (WARPS + 4), TWO_FIT ? 2 : 1
   for (int next = blockIdx.x; next < units.count; next += gridDim.x) {
     const Unit unit = units[next];
     const int row = unit.row + own.row();
-    const int cut = unit.row / Rows * (tiles - Whole) + unit.tile - Whole, first_part = RANGES / Parts;
-    const int kept = RANGES - first_part + 1;  // sums of a cut tile: of all of its first part, and of each range behind it
-    float4* const mine = reinterpret_cast<float4*>(sums) + ((long long)cut * kept * WARPS + warp) * QUADS * WARP + lane;
-    float total[SUMS] = {};
-    for (int range = unit.first; range < unit.last; range++) {
-      const int begin = range_start(range, chunks), end = range_start(range + 1, chunks);
-      if (begin == end) continue;
-      float sum[SUMS];
-      sum_up(sum, own, begin, end, ring, turn);
-      if (unit.first == 0) {
+    if constexpr (Parts == 1) {
+      float total[SUMS] = {};
+      for (int range = 0; range < RANGES; range++) {
+        const int begin = range_start(range, chunks), end = range_start(range + 1, chunks);
+        if (begin == end) continue;
+        float sum[SUMS];
+        sum_up(sum, own, begin, end, ring, turn);
 #pragma unroll
         for (int i = 0; i < SUMS; i++) total[i] += sum[i];
-      } else if (row < R) {
-        keep(sum, mine + (range - first_part + 1) * TO_NEXT);
       }
-    }
-    if (row >= R) continue;
-    if (unit.tile < Whole || Parts == 1) {
-      results.put(total, unit.tile, row, R, own.first, own.first + OWN);
-      continue;
-    }
-    if (unit.first == 0) keep(total, mine);
-    const int rank = warp_arrives_among_last(tickets + cut * WARPS + warp, Parts, Ranks);
-    const int last = (rank + 1) * QUADS / Ranks;
-#pragma unroll 1
-    for (int n = rank * QUADS / Ranks; rank >= 0 && n < last; n += TOGETHER) {
-      float some[4 * TOGETHER];
-      add_kept(some, mine + n * WARP, TO_NEXT, kept, last - n);
-      results.put(some, unit.tile, row, R, own.first + 8 * n, own.first + 8 * last);
+      if (row < R) results.put(total, unit.tile, row, R, own.first);
+    } else {
+      float sum[PART][SUMS];
+#pragma unroll
+      for (int i = 0; i < PART; i++) {
+        const int range = unit.first + i;
+        sum_up(sum[i], own, range_start(range, chunks), range_start(range + 1, chunks), ring, turn);
+      }
+      if (row >= R) continue;
+      const int number = (unit.row / Rows * tiles + unit.tile) * WARPS + warp;
+      float4* const kept = reinterpret_cast<float4*>(sums) + (long long)number * QUADS * WARP + lane;
+      if (unit.first == 0) {
+        add_to(nullptr, sum);
+        keep(sum[0], kept);
+        warp_passes_on(passed + number);
+      } else {
+        warp_awaits(passed + number);
+        add_to(kept, sum);
+        results.put(sum[0], unit.tile, row, R, own.first);
+      }
     }
   }
 }

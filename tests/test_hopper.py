@@ -24,19 +24,17 @@ PUBLISHED = [  # features, k, slabs: of the 0.8B, 4B, 9B and 27B sizes
     st.sampled_from([1, 2]),
 )
 @settings(max_examples=200)
-def test_what_is_left_is_at_most_one_piece_a_block(widths, Din, rows, processors, halves):
+def test_tiles_are_whole_or_a_half_for_each_block(widths, Din, rows, processors, halves):
     c = cut(tuple(widths), 2 * Din, rows, processors, halves)
     tiles = c.tiles(*widths)
     assert c.features * tiles >= sum(widths) and c.features <= 192
     assert c.features // c.groups(rows) % (8 * halves) == 0 and c.features <= 112 * c.groups(rows) * -(-rows // 64)
-    assert 0 <= c.whole <= tiles and c.parts in (1, 2, 4, RANGES)
-    assert (c.whole == tiles) == (c.parts == 1)
+    assert (c.whole, c.parts) in ((tiles, 1), (0, 2))
     run = run_of(c.features, rows, 2 * Din)
     assert run == 1 or (-(-Din // 64) % (run * RANGES) == 0 and run * (rows + c.features) * 128 * 5 <= LONG)
     if c.parts > 1:
-        assert c.whole % processors == 0 and (tiles - c.whole) * c.parts <= processors
-        assert -(-Din // 64) >= RANGES  # no part without chunks
-        assert c.sum_bytes(max(64, rows)) // 4 * c.kept() * (tiles - c.whole) <= most_sums(rows, max(widths))
+        assert 2 * tiles <= processors and -(-Din // 64) >= RANGES  # no range without chunks
+        assert c.sum_bytes(max(64, rows)) // 4 * tiles <= most_sums(rows, max(widths))
 
 
 @given(st.integers(1, 300_000), st.integers(16, 20_000), st.sampled_from([8, 16, 32, 64, 128]), st.integers(1, 144))
