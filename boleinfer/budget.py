@@ -13,9 +13,10 @@ for; known as soon as one was made, and taken to fall further down as it fell be
 right for each that drafts expected. Where nothing was drafted yet, c_d is that of a chain.
 
 The fastest way is taken, and plain decoding as soon as it looks fastest. Another way is tried again for a few steps
-where it may be about as fast; while nothing is drafted, the one of each kind whose try loses least. Pauses between
-tries grow while they are in vain, and are long where a try is dear, so that all trying together costs less than 1 %;
-a request that begins is a reason to try sooner.
+where it may be about as fast, and plain decoding where drafted steps take far longer than the table says and it is not
+known whether others do; while nothing is drafted, the one of each kind whose try loses least. Pauses between tries grow
+while they are in vain, and are long where a try is dear, so that all trying together costs less than 1 %; a request
+that begins is a reason to try sooner.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ RESTING, LOOKED_AT = 16, 4  # the same of plain steps, which say nothing of othe
 STAY = 4  # comparisons before a way to draft that was chosen is left, except for one that was tried
 TRIED = 3  # steps of a try that count
 PACE_STEPS, SAME_PACE, OUTLIER = 8, 2.0, 4.0  # steps that the pace is of; that all ways share it; beyond which none is
-FIRST_PAUSE = 63  # steps before the first try at least
+DOUBTFUL = 1.5  # pace beyond which it may be drafting that is slow, not the machine: plain decoding is tried, too
+FIRST_PAUSE = 63  # steps before the first try of a way to draft at least
 SHORTEST_PAUSE, MOST_DOUBLINGS = 8, 4  # steps between two tries at least; each that is in vain doubles them
 DEAR, SOONER = 300.0, 3  # steps between tries that lose one; a new request divides them
 
@@ -109,6 +111,7 @@ class _Record:
     rows: float = 0.0  # of a request
     slow: float = 0.0  # seconds against the table's and the pace of all ways at the time
     draft_s: float = 0.0  # of the host, at the table's pace
+    late: bool = False  # the last step took as long as an outlier
     vain: int = 0  # tries in vain, one after another
     since: int = 1  # steps since it was last in use
     due: int = FIRST_PAUSE
@@ -151,6 +154,7 @@ class Budget:
             raise ValueError(f"a budget's first way is to draft nothing, got {self.ways}")
         sizes = () if self.costs is None else self.costs.rows
         self._records = [_Record(np.zeros((len(sizes), way.depth))) for way in self.ways]
+        self._records[0].due = SHORTEST_PAUSE
         self._best = next((i for i, way in enumerate(self.ways) if way.variant), min(1, len(self.ways) - 1))
 
     def choose(self, batch: int, context: float) -> int:
@@ -271,7 +275,8 @@ class Budget:
         ratio = (news.seconds - news.draft_s) / told
         if r.since or not math.isfinite(ratio):  # the first step in a way has to catch up; or nobody asked for it
             return
-        if self._timed and ratio > OUTLIER * self._pace_now:  # a graph was captured, a prompt caught up
+        before, r.late = r.late, self._timed > 0 and ratio > OUTLIER * self._pace_now
+        if r.late and not before:  # a graph was captured, a prompt caught up; two in a row are the way's own
             return
         self._timed += 1
         if self._timed == 1:
@@ -308,7 +313,7 @@ class Budget:
         if self._steps < EARLY or self._steps % (SETTLING if self._best else RESTING) == 0 or news.batch > 2:
             self._settle(news, None)
         for i, r in enumerate(self._records):
-            if i and i != self._best and r.since >= r.due and self._is_cheapest(i, news):
+            if i != self._best and r.since >= r.due and self._may_try(i, news):
                 if r.due == FIRST_PAUSE:
                     r.due = self._pause(i, news)
                 if r.since >= r.due:
@@ -317,8 +322,11 @@ class Budget:
                         stale.forget()
                     return
 
-    def _is_cheapest(self, way: int, news: StepNews) -> bool:
-        """Whether a try of no way of its kind loses less, where nothing is drafted; else any may be tried."""
+    def _may_try(self, way: int, news: StepNews) -> bool:
+        """Plain decoding if the pace is doubtful; any way to draft beside another, else that of its kind which loses
+        least."""
+        if not way:
+            return self._pace_now > DOUBTFUL
         kind = self.ways[way].variant > 0
         alike = [i for i, w in enumerate(self.ways) if w.asks and (w.variant > 0) == kind]
         return self._best > 0 or way == min(alike, key=lambda i: self._loss(i, news.batch, news.context))
@@ -332,7 +340,7 @@ class Budget:
         surer = SURER if fastest else 1.0
         if speeds[fastest] > surer * speeds[before] and (self._held >= STAY or tried is not None or not before):
             self._best, self._held = fastest, 0
-        for i in {before, tried} - {None, 0, self._best}:
+        for i in {before, tried} - {None, self._best}:
             assert i is not None
             r = self._records[i]
             r.due = self._pause(i, news)

@@ -43,6 +43,7 @@ class World:
     claimed: float | None = None
     slow: float = 1.1
     reads_text: bool = False  # the host drafts beside the GPU
+    wait_s: float = 0.0  # what else a step that was drafted for keeps the GPU waiting
 
     def __post_init__(self) -> None:
         self.budget = Budget(self.ways, self.costs)
@@ -68,6 +69,7 @@ class World:
             rows = self.batch + sum(map(len, trees))
             took = self.slow * float(self.costs.step_s(np.asarray([rows]), self.batch, 1000)[0])
             took += self.costs.draft_s(self.ways[way].variant, self.batch)
+            took += self.wait_s if way else 0.0
             drafted = self.draft_s if way and (self.reads_text or not gpu) else 0.0
             self.budget.learn(StepNews(way, drawn, self.batch, 1000, rows, trees, right, took + drafted, drafted))
             self.before = way
@@ -127,6 +129,18 @@ def test_a_host_that_drafts_longer_than_steps_take_is_left_at_once(draft_s):
     world = World(table, [PLAIN, Way(True, 0, 8), *ON_GPU[1:]], 1, 0.8, draft_s=draft_s, reads_text=True)
     world.run(100)
     assert sum(way > 0 for way in world.used) <= 12
+
+
+@pytest.mark.parametrize("wait_s", [1.5e-3, 3e-3, 10e-3])
+def test_steps_that_all_are_outliers_are_not(wait_s):
+    """A small model: what the host does between two steps is several times a step, whatever the table says."""
+    table = CostTable(
+        (8, 64), (1,), (1000,), np.asarray([[[0.2e-3]], [[0.3e-3]]]), True, {1: np.full(1, 1e-4), 2: np.full(1, 2e-4)}
+    )
+    world = World(table, [PLAIN, Way(True, 0, 8), *ON_GPU[1:]], 1, 0.8, reads_text=True, wait_s=wait_s)
+    world.run(400)
+    assert sum(way > 0 for way in world.used) <= 60
+    assert sum(way > 0 for way in world.used[100:]) <= 20
 
 
 def test_back_when_the_text_changes():
