@@ -53,8 +53,9 @@ DEAR, SOONER = 300.0, 3  # steps between tries that lose one; a new request divi
 class Way:
     """A way to draft.
 
-    asks:    the drafter is asked for trees
-    variant: the GPU drafts beside it, for the next step, in its way of this number; 0: it does not
+    asks:    the drafter is asked for trees, for which it reads what the step before gave
+    variant: the GPU drafts for the next step, in its way of this number; 0: it does not. Where nobody is asked, its
+             drafts are all there is, and steps may begin before the ones before them are read
     depth:   tokens of a path at most
     """
 
@@ -132,7 +133,7 @@ class _Record:
 class Budget:
     """Chooses ways and rows for an engine, and learns from its steps.
 
-    ways:  the first is PLAIN, the GPU's own ones come in the order of their numbers
+    ways:  the first is PLAIN; of those that are as fast as far as is known, the first is taken
     costs: None leaves rows as the drafter has them, and takes the first way in which the GPU drafts, else the second
     """
 
@@ -310,8 +311,11 @@ class Budget:
             self._settle(news, tried)
             return
         self._steps += 1
-        if self._steps < EARLY or self._steps % (SETTLING if self._best else RESTING) == 0 or news.batch > 2:
+        early = self._steps < EARLY
+        if early or self._steps % (SETTLING if self._best else RESTING) == 0 or news.batch > 2:
             self._settle(news, None)
+        if not early and not self._best and self._steps % RESTING:
+            return
         for i, r in enumerate(self._records):
             if i != self._best and r.since >= r.due and self._may_try(i, news):
                 if r.due == FIRST_PAUSE:
@@ -327,9 +331,7 @@ class Budget:
         least."""
         if not way:
             return self._pace_now > DOUBTFUL
-        kind = self.ways[way].variant > 0
-        alike = [i for i, w in enumerate(self.ways) if w.asks and (w.variant > 0) == kind]
-        return self._best > 0 or way == min(alike, key=lambda i: self._loss(i, news.batch, news.context))
+        return self._best > 0 or way == min(self._kin(way), key=lambda i: self._loss(i, news.batch, news.context))
 
     def _settle(self, news: StepNews, tried: int | None) -> None:
         """Goes over to the fastest way; one that was left, or tried in vain, has to wait."""
@@ -367,11 +369,14 @@ class Budget:
         tried = self._slow(way) * step + self.draft_s(way, batch)
         return (TRIED + 1) * max(0.0, tried / (self._slow(0) * self.costs.one_s(batch, batch, context)) - 1)
 
+    def _kin(self, way: int) -> list[int]:
+        """The ways to draft with the GPU's drafts, or the others."""
+        on_gpu = self.ways[way].variant > 0
+        return [i for i, w in enumerate(self.ways) if i and (w.variant > 0) == on_gpu]
+
     def _alike(self, way: int) -> list[_Record]:
-        """Records of the ways that draft with the same."""
-        return [
-            r for r, w in zip(self._records, self.ways) if (w.variant > 0) == (self.ways[way].variant > 0) and w.asks
-        ]
+        """Their records."""
+        return [self._records[i] for i in self._kin(way)]
 
     def _coverage(self, way: int) -> float:
         """Part of the requests for which there was a draft at all."""

@@ -136,21 +136,24 @@ class Engine:
         """Whether the next step is the same as this one, whatever this one gives."""
         works, budget = step.works, self.budget
         alone = len(works) == len(self.scheduler.running) and not self.scheduler.waiting
-        if not alone or (self.drafter.reads_text and budget.ways[step.way].asks) or not self.executor.may_repeat(works):
+        if not alone or (way := budget.ways[step.way]).asks or not self.executor.may_repeat(works):
             return False
         if step.ahead == BLIND and any(w.drafted for w in works):
             return False
-        if budget.ways[step.way].asks and not all(w.drafted for w in works):  # a draft may be there by now
+        if way.variant and not all(w.drafted for w in works):  # a draft may be there by now
             return False
         return budget.choose(len(works), mean_length([w.request for w in works])) == step.way
 
     def _ways(self) -> list[Way]:
-        """The ways to draft that there are: not at all, asking the drafter, and each of the GPU's own beside it."""
+        """The ways to draft that there are: not at all, each of the GPU's own, asking the drafter, and both."""
         if type(self.drafter) is NoDrafter:
             return [PLAIN]
-        depth, own = self.scheduler.limits.depth, self.executor.depths
-        asked = [] if own and not self.drafter.reads_text else [Way(True, 0, depth)]
-        return [PLAIN, *asked, *(Way(True, v, min(d, depth)) for v, d in enumerate(own, 1))]
+        depth, own = self.scheduler.limits.depth, self.drafter.own
+        on_gpu = [(v, min(d, depth)) for v, d in enumerate(self.executor.depths, 1)]
+        alone = [Way(False, *way) for way in on_gpu] if own is not None else []
+        if alone and own is self.drafter:
+            return [PLAIN, *alone]
+        return [PLAIN, *alone, *(Way(True, *way) for way in [(0, depth), *on_gpu])]
 
     def _learn(
         self,

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from boleinfer.budget import Budget
+from boleinfer.budget import Budget, Way
 from boleinfer.draft.base import EMPTY, Drafter, Limits
 from boleinfer.forest import Tree
 from boleinfer.memory import OutOfPlaces
@@ -97,7 +97,8 @@ class Scheduler:
         decoding = self.decoding
         rows = self.max_rows - len(decoding)
         limits = [self._limits(r) for r in decoding]
-        drafts = drafter.propose(decoding, limits) if decoding and budget.ways[way].asks else [EMPTY for _ in decoding]
+        asked = _asked(drafter, budget.ways[way])
+        drafts = [EMPTY for _ in decoding] if asked is None or not decoding else asked.propose(decoding, limits)
         drafts = [tree.best(lim.nodes) for tree, lim in zip(drafts, limits)]  # whatever the drafter thinks of limits
         trees = budget.share(drafts, way, mean_length(decoding), max(0, min(rows, self.draft_rows)))
         works = [Work(r, grow(r.pending, t), 1, complete=True, decodes=True) for r, t in zip(decoding, trees)]
@@ -127,3 +128,10 @@ class Scheduler:
         if depth == self.limits.depth:
             return self.limits
         return replace(self.limits, depth=depth, nodes=self.limits.nodes if depth else 0)
+
+
+def _asked(drafter: Drafter, way: Way) -> Drafter | None:
+    """Who drafts in a way."""
+    if way.asks:
+        return drafter
+    return drafter.own if way.variant else None

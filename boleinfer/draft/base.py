@@ -51,10 +51,11 @@ class Committed:
 class Drafter(Protocol):
     """Proposals change only the speed: whatever is proposed, the same tokens come out.
 
-    reads_text: whether a proposal needs the tokens of the step before (else it is the same every time)
+    own: what of it proposes the GPU's own drafts, for which no token of the step before has to be read; None: nothing
     """
 
-    reads_text: bool
+    @property
+    def own(self) -> Drafter | None: ...
 
     def propose(self, requests: Sequence[Request], limits: Sequence[Limits]) -> list[Tree]:
         """A tree for each request: drafted nodes only, its roots candidates for the first unknown token."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from boleinfer.draft.base import EMPTY, Committed, Limits
+from boleinfer.draft.base import EMPTY, Committed, Drafter, Limits
 from boleinfer.forest import Tree
 from boleinfer.request import Request
 
@@ -22,9 +22,8 @@ class Drafted(Committed):
 class DeviceDrafter:
     """The GPU's own tree for every request; none where the last step made none."""
 
-    reads_text = False
-
     def __init__(self) -> None:
+        self.own: Drafter | None = self
         self._own: dict[Request, Tree] = {}
 
     def propose(self, requests: Sequence[Request], limits: Sequence[Limits]) -> list[Tree]:

@@ -109,9 +109,8 @@ class GraftedDrafter:
     drafters: asked for a tree where it pays; `always`: every time
     """
 
-    reads_text = True
-
     def __init__(self, lookups: Sequence[Lookup], drafters: Sequence[Drafter] = (), always: bool = False):
+        self.own = next((d.own for d in drafters if d.own is not None), None)
         self._lookups, self._drafters, self._always = lookups, drafters, always
         self._calibration = Calibration()
         self._records = [_Record() for _ in drafters]

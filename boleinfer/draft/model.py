@@ -49,7 +49,7 @@ class ModelDrafter:
     scratch: places behind a request's tokens, for `Limits.nodes` drafted ones
     """
 
-    reads_text = True
+    own = None
 
     def __init__(self, model: Decoder, state: State, vocab: int, scratch: int, levels: Levels | None = None):
         self._model, self._state, self._vocab, self._scratch = model, state, vocab, scratch

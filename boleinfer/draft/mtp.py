@@ -26,7 +26,7 @@ FEW_ROWS = 8  # that one pass takes in and drafts from: little dearer than a row
 class MTPDrafter:
     """Tree of the MTP layer; of each tree it runs at most `Limits.nodes` nodes, so their scratch places suffice."""
 
-    reads_text = True
+    own = None
 
     def __init__(self, model: Decoder, state: State, levels: Levels | None = None):
         if not model.has_mtp or state.mtp is None:

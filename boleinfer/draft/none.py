@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from boleinfer.draft.base import EMPTY, Committed, Limits
+from boleinfer.draft.base import EMPTY, Committed, Drafter, Limits
 from boleinfer.forest import Tree
 from boleinfer.request import Request
 
@@ -12,7 +12,7 @@ from boleinfer.request import Request
 class NoDrafter:
     """Proposes nothing."""
 
-    reads_text = False
+    own: Drafter | None = None
 
     def propose(self, requests: Sequence[Request], limits: Sequence[Limits]) -> list[Tree]:
         return [EMPTY for _ in requests]

@@ -13,7 +13,7 @@ from boleinfer.request import Request
 class ScriptedDrafter(NoDrafter):
     """script(request) gives the tree that follows the request's last known token; `news` keeps what was observed."""
 
-    reads_text = True
+    own = None
 
     def __init__(self, script: Callable[[Request], Tree]):
         self._script = script

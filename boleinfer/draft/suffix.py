@@ -116,7 +116,7 @@ class SuffixTrie:
 class SuffixDrafter:
     """What followed the last tokens in the request's own prompt and output."""
 
-    reads_text = True
+    own = None
 
     def __init__(self) -> None:
         self._tries: dict[Request, SuffixTrie] = {}
@@ -143,7 +143,7 @@ class EarlierDrafter:
     most: tokens of an answer that are kept, and of them all; when there are more, the older half is dropped
     """
 
-    reads_text = True
+    own = None
 
     def __init__(self, most: int):
         self._most = most
