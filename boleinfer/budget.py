@@ -31,7 +31,8 @@ from boleinfer.costs import CostTable
 from boleinfer.forest import Tree
 
 PRIOR_RATE = 0.7  # how often a guess is right where those before it are, before any was seen
-SEEN, PRIOR_HITS = 0.5, 2.0  # drafts from which on their depth is known; how firmly it is believed that they are right
+SEEN, PRIOR_HITS = 0.5, 2.0  # drafts from which on their depth is known; how firmly it is believed that they are right,
+# half as firmly with each try in vain
 PRIOR_TRIES = 4.0  # how firmly is foreseen what a way brings
 ALIKE_TRIES = 24.0  # the same where others draft with the same
 RECENT = 24.0  # steps after which a record counts a third
@@ -225,7 +226,8 @@ class Budget:
         fall = np.clip(last / np.maximum(above, 1e-9), 0, 1)
         more = last * sum(fall**i for i in range(1, depth - known + 1))
         hits, claimed = sum(r.hits for r in alike), sum(r.claimed for r in alike)
-        return (found.sum(1) + more) * (hits + PRIOR_HITS) / (claimed + PRIOR_HITS)
+        prior = PRIOR_HITS / (1 << max(r.vain for r in alike))
+        return (found.sum(1) + more) * (hits + prior) / (claimed + prior)
 
     def draft_s(self, way: int, batch: int) -> float:
         """Seconds that drafting adds to a step, on the host and on the GPU; a way's host is that of others that ask

@@ -97,6 +97,17 @@ def test_never_slower_when_nothing_is_right(batch, claimed):
         assert world.speed(2000) >= 0.99
 
 
+@pytest.mark.parametrize("claimed", [0.88, 0.5])
+def test_cheap_drafts_that_are_never_right_are_left_for_good(claimed):
+    """A large model: a draft costs a tenth of a step, so little speaks against one more."""
+    ms = np.asarray([11.9, 12.1, 12.8, 14.7, 20.0])
+    drafts = {1: np.full(1, 0.9e-3), 2: np.full(1, 1.8e-3)}
+    table = CostTable((8, 16, 32, 64, 128), (1,), (1000,), 1e-3 * ms[:, None, None], True, drafts)
+    world = World(table, ON_GPU, 1, 0.0, claimed=claimed)
+    assert world.speed(512) >= 0.985
+    assert sum(way > 0 for way in world.used) <= 40
+
+
 @pytest.mark.parametrize("rate,level_s", [(0.5, 0.15e-3), (0.9, 0.15e-3), (0.9, 0.6e-3)])
 @pytest.mark.parametrize("batch", [1, 8, 32])
 def test_nearly_as_fast_as_the_best_way(rate, batch, level_s):
