@@ -39,9 +39,9 @@ RECENT = 24.0  # steps after which a record counts a third
 PRIOR_LOOKUP = 0.05  # part of the requests for which something is found without the GPU's drafts, before any was asked
 AHEAD = 1.03  # how much faster plain decoding is taken to be than it looks: the host does its part meanwhile
 SURER = 1.03  # how much faster another way to draft must look
-EARLY, SETTLING = 16, 2  # steps that are all followed by a comparison of the ways, and of how many later ones one is
+EARLY, SETTLING = 16, 8  # steps that are all followed by a comparison of the ways; requests' steps until later ones are
 RESTING, LOOKED_AT = 16, 4  # the same of plain steps, which say nothing of other ways; of how many one is taken in
-STAY = 4  # comparisons before a way to draft that was chosen is left, except for one that was tried
+STAY = 4  # steps before a way to draft that was chosen is left, except for one that was tried
 TRIED = 3  # steps of a try that count
 PACE_STEPS, SAME_PACE, OUTLIER = 8, 2.0, 4.0  # steps that the pace is of; that all ways share it; beyond which none is
 DOUBTFUL = 1.5  # pace beyond which it may be drafting that is slow, not the machine: plain decoding is tried, too
@@ -148,7 +148,7 @@ class Budget:
     _pace_now: float = 1.0  # seconds of steps against the table's: what else the machine does slows all ways
     _steps: int = 0
     _begun: bool = False
-    _held: int = 0  # comparisons since the best way was chosen
+    _held: int = 0  # steps since the best way was chosen
     _surprise: tuple[float, float] = UNSURPRISED
 
     def __post_init__(self) -> None:
@@ -231,10 +231,10 @@ class Budget:
 
     def draft_s(self, way: int, batch: int) -> float:
         """Seconds that drafting adds to a step, on the host and on the GPU; a way's host is that of others that ask
-        while it has no steps."""
+        while it has no steps, and as long as nobody was asked that of all who draft with the same."""
         some = [self._records[way]]
         if self.ways[way].asks and not some[0].steps:
-            some = [r for r, w in zip(self._records, self.ways) if w.asks]
+            some = [r for r, w in zip(self._records, self.ways) if w.asks and r.steps] or self._alike(way)
         steps = sum(r.steps for r in some)
         on_gpu = self.costs.draft_s(self.ways[way].variant, batch) if self.costs is not None else 0.0
         return on_gpu + (sum(r.draft_s for r in some) / steps if steps else 0.0)
@@ -313,8 +313,9 @@ class Budget:
             self._settle(news, tried)
             return
         self._steps += 1
+        self._held += 1
         early = self._steps < EARLY
-        if early or self._steps % (SETTLING if self._best else RESTING) == 0 or news.batch > 2:
+        if early or self._steps % max(1, (SETTLING if self._best else RESTING) // news.batch) == 0:
             self._settle(news, None)
         if not early and not self._best and self._steps % RESTING:
             return
@@ -340,7 +341,6 @@ class Budget:
         before, speeds = self._best, [self.speed(i, news.batch, news.context) for i in range(len(self.ways))]
         speeds[0] *= AHEAD
         fastest = int(np.argmax(speeds))
-        self._held += 1
         surer = SURER if fastest else 1.0
         if speeds[fastest] > surer * speeds[before] and (self._held >= STAY or tried is not None or not before):
             self._best, self._held = fastest, 0
@@ -387,9 +387,11 @@ class Budget:
         return (r.drafted + PRIOR_TRIES * (PRIOR_LOOKUP if alone else 1.0)) / (r.spoken + PRIOR_TRIES)
 
     def _slow(self, way: int) -> float:
-        """Seconds of a way's steps against the table's, where 1 is what all ways together take."""
+        """Seconds of a way's steps against the table's, where 1 is what all ways together take; while it has none,
+        those of the ways that draft with the same."""
         r = self._records[way]
-        return (r.slow + SAME_PACE) / (r.steps + SAME_PACE)
+        some = [r] if r.steps or not way else self._alike(way)
+        return (sum(r.slow for r in some) + SAME_PACE) / (sum(r.steps for r in some) + SAME_PACE)
 
 
 def share(trees: Sequence[Tree], rows: int) -> list[Tree]:
