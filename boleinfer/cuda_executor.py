@@ -200,7 +200,7 @@ class CudaExecutor:
         frame.single, frame.alone, frame.few = single, alone, few
         kind = self._kind(way, frame.inputs.rows, single, alone, few)
         if kind.waits or kind.takes:
-            self._take_in([w.request for w in works], MOST_WAITING if kind.waits else 0)
+            self._take_in([w.request for w in works], at_once=kind.takes)
         parts = [self._part(w) for w in works]
         if len(parts) == 1 and isinstance(nodes := parts[0].draft, int) and nodes:  # its other rows would be empty
             parts[0] = parts[0]._replace(draft=max(nodes, min(frame.inputs.rows - works[0].known, self._draft_nodes)))
@@ -284,11 +284,19 @@ class CudaExecutor:
         takes = way > 0 or rows > LARGEST_CAPTURED
         return _Kind(single, not takes, takes, self._drafting[way - 1] if way else None, alone and way > 0, few)
 
-    def _take_in(self, requests: Sequence[Request], most: int) -> None:
-        """The MTP layer's keys and values of all tokens that wait, for requests of which more than `most` do."""
-        late = [r for r in requests if r.committed - self._taken[r.home.slot] > most]
+    def _take_in(self, requests: Sequence[Request], at_once: bool) -> None:
+        """The MTP layer's keys and values of tokens that wait.
+
+        at_once: of all, else only of those requests whose rings fill up, and as many as go in one pass of others of
+        which many wait: its launches hide behind the step that is under way, those of several passes would not"""
+
+        def waiting(most: int) -> list[Request]:
+            return [r for r in requests if r.committed - self._taken[r.home.slot] > most]
+
+        n = max(1, self._max_rows // RING)
+        late = waiting(0) if at_once else waiting(MOST_WAITING) or waiting(MOST_WAITING // 2)[:n]
         while late:
-            now, late = late[: (n := max(1, self._max_rows // RING))], late[n:]
+            now, late = late[:n], late[n:]
             slots, starts = [r.home.slot for r in now], [self._taken[r.home.slot] for r in now]
             chains = [Tree.chain(r.tokens[t + 1 : r.committed + 1]) for r, t in zip(now, starts)]
             pages = np.full((len(now), self._slots.pages.shape[1]), -1, np.int32)

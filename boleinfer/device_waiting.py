@@ -16,7 +16,7 @@ from boleinfer.device_step import Step
 from boleinfer.ops.embedding import embedding
 
 RING = 256  # rows of a slot
-MOST_WAITING = 96  # rows from which on they are taken in; a captured step may add 128, and one more may be under way
+MOST_WAITING = 96  # rows from which on they have to be taken in; a captured step may add 128, and one may be under way
 
 
 class Waiting:

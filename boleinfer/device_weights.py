@@ -28,8 +28,8 @@ from boleinfer.plans import Part, Target
 from boleinfer.quantise import drafts_in_fp8, nbytes, quantise
 from boleinfer.weights import BLOCK, Plan, dequantise, float32, match, scale_names, tie
 
-COPIERS = 8  # threads that read the files into staging buffers, at most one a core; more wait for one another
-STAGING = 8 << 20  # bytes of a buffer, of which a thread has two: small ones cost Python, and pinning 0.7 ms a MB
+COPIERS = 16  # threads that read the files into staging buffers, at most one a core; more wait for one another
+STAGING, BUFFERS = 8 << 20, 1  # bytes of one, and how many a thread has: small ones cost Python, pinning 0.7 ms a MB
 
 
 def load(
@@ -138,16 +138,16 @@ class _Source:
         step = max(1, STAGING // max(1, width * out.dtype.itemsize))
         for a in range(0, n, step):
             b = min(a + step, n)
-            rows = np.arange(a, b) if part.rows is None else part.rows[a:b]
+            rows = range(a, b) if part.rows is None else part.rows[a:b]
             self.pieces.append(_Piece(partial(fill, rows), out[a:b]))
 
-    def _read(self, name: str, rows: np.ndarray, out: np.ndarray) -> None:
+    def _read(self, name: str, rows: range | np.ndarray, out: np.ndarray) -> None:
         """Rows of a stored tensor, [len(rows), width], in the type of `out`."""
         stored = self._checkpoint.view(name).dtype  # uint16 holds BF16 bits, uint8 FP8 bits
         same_bits = (stored, out.dtype.itemsize) in ((np.uint16, 2), (np.uint8, 1))
         raw = out.view(stored) if same_bits else np.empty(out.shape, stored)
-        cuts = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]  # between two, rows lie side by side
-        for a, b in pairwise(cuts):
+        apart = [] if isinstance(rows, range) else (np.flatnonzero(np.diff(rows) != 1) + 1).tolist()
+        for a, b in pairwise([0, *apart, len(rows)]):  # between two, rows lie side by side
             self._checkpoint.read(name, int(rows[a]) * raw[0].nbytes, raw[a:b])
         if not same_bits:
             out[...] = float32(raw)
@@ -185,24 +185,24 @@ def _copied(pieces: deque[_Piece]) -> Iterator[int]:
     Raises what filling one raised."""
     nbytes = sum(int(piece.out.nbytes) for piece in pieces)
     threads = max(1, min(COPIERS, os.cpu_count() or 1, nbytes // STAGING))  # pinned memory takes long to get
-    staging, there = [device.Staging(STAGING) for _ in range(2 * threads)], [0] * threads
+    there = [0] * threads
 
     def copy(thread: int) -> None:
-        for buffer in cycle(staging[2 * thread : 2 * thread + 2]):
-            try:
-                piece = pieces.popleft()
-            except IndexError:
-                return
-            view = buffer.view(piece.out.shape, piece.out.dtype)
-            piece.fill(view)
-            buffer.copy_to(piece.out)
-            there[thread] += int(piece.out.nbytes)
+        with ExitStack() as last:
+            staging = [device.Staging(STAGING) for _ in range(BUFFERS)]
+            for buffer in staging:
+                last.callback(buffer.wait)
+            for buffer in cycle(staging):
+                try:
+                    piece = pieces.popleft()
+                except IndexError:
+                    return
+                piece.fill(buffer.view(piece.out.shape, piece.out.dtype))
+                buffer.copy_to(piece.out)
+                there[thread] += int(piece.out.nbytes)
 
-    with ExitStack() as last:  # undone backwards: after a failure the other threads end, then their copies
-        for buffer in staging:
-            last.callback(buffer.wait)
-        pool = last.enter_context(ThreadPoolExecutor(threads))
-        last.callback(pieces.clear)
+    with ThreadPoolExecutor(threads) as pool, ExitStack() as last:
+        last.callback(pieces.clear)  # after a failure the other threads end, too
         waiting = {pool.submit(copy, thread) for thread in range(threads)}
         while waiting:
             done, waiting = wait(waiting, timeout=0.05, return_when=FIRST_EXCEPTION)
