@@ -230,11 +230,8 @@ class Budget:
         return (found.sum(1) + more) * (hits + prior) / (claimed + prior)
 
     def draft_s(self, way: int, batch: int) -> float:
-        """Seconds that drafting adds to a step, on the host and on the GPU; a way's host is that of others that ask
-        while it has no steps, and as long as nobody was asked that of all who draft with the same."""
-        some = [self._records[way]]
-        if self.ways[way].asks and not some[0].steps:
-            some = [r for r, w in zip(self._records, self.ways) if w.asks and r.steps] or self._alike(way)
+        """Seconds that drafting adds to a step, on the host and on the GPU."""
+        some = self._steps_like(way)
         steps = sum(r.steps for r in some)
         on_gpu = self.costs.draft_s(self.ways[way].variant, batch) if self.costs is not None else 0.0
         return on_gpu + (sum(r.draft_s for r in some) / steps if steps else 0.0)
@@ -381,17 +378,25 @@ class Budget:
         return [self._records[i] for i in self._kin(way)]
 
     def _coverage(self, way: int) -> float:
-        """Part of the requests for which there was a draft at all."""
-        r = self._records[way]
-        alone = self.ways[way].variant == 0 and any(w.variant for w in self.ways)
-        return (r.drafted + PRIOR_TRIES * (PRIOR_LOOKUP if alone else 1.0)) / (r.spoken + PRIOR_TRIES)
+        """Part of the requests for which there was a draft at all; the GPU makes one whoever else is asked."""
+        on_gpu = self.ways[way].variant > 0
+        some = self._alike(way) if on_gpu else [self._records[way]]
+        prior = 1.0 if on_gpu or not any(w.variant for w in self.ways) else PRIOR_LOOKUP
+        return (sum(r.drafted for r in some) + PRIOR_TRIES * prior) / (sum(r.spoken for r in some) + PRIOR_TRIES)
 
     def _slow(self, way: int) -> float:
-        """Seconds of a way's steps against the table's, where 1 is what all ways together take; while it has none,
-        those of the ways that draft with the same."""
-        r = self._records[way]
-        some = [r] if r.steps or not way else self._alike(way)
+        """Seconds of a way's steps against the table's, where 1 is what all ways together take."""
+        some = self._steps_like(way)
         return (sum(r.slow for r in some) + SAME_PACE) / (sum(r.steps for r in some) + SAME_PACE)
+
+    def _steps_like(self, way: int) -> list[_Record]:
+        """What tells how long a way's steps take: its record, or while it has no steps those of the ways that ask, too,
+        and while nobody was asked those of all that draft with the same."""
+        own, asks = self._records[way], self.ways[way].asks
+        if own.steps or not way:
+            return [own]
+        asked = [r for r, w in zip(self._records, self.ways) if w.asks and r.steps]
+        return asked if asks and asked else self._alike(way)
 
 
 def share(trees: Sequence[Tree], rows: int) -> list[Tree]:

@@ -201,7 +201,7 @@ class CudaExecutor:
         kind = self._kind(way, frame.inputs.rows, single, alone, few)
         if kind.waits or kind.takes:
             self._take_in([w.request for w in works], at_once=kind.takes)
-        parts = [self._part(w) for w in works]
+        parts = [self._part(w, kind.plan) for w in works]
         if len(parts) == 1 and isinstance(nodes := parts[0].draft, int) and nodes:  # its other rows would be empty
             parts[0] = parts[0]._replace(draft=max(nodes, min(frame.inputs.rows - works[0].known, self._draft_nodes)))
         plain = all(p.known is None and isinstance(p.draft, int) for p in parts)  # last tokens and drafts are there
@@ -397,8 +397,9 @@ class CudaExecutor:
             (draft.token == own.token[:n]).all() and (draft.parent == own.parent[:n]).all()
         )
 
-    def _part(self, work: Work) -> Part:
-        """What the GPU has to know of a work. A decoding request's last token is there already."""
+    def _part(self, work: Work, plan: DraftPlan | None) -> Part:
+        """What the GPU has to know of a work: the same in every step as long as the plan has room. A decoding request's
+        last token is there already."""
         request, m = work.request, work.known
         draft: Tree | int = work.draft
         if not work.drafted:
@@ -406,7 +407,9 @@ class CudaExecutor:
         elif self._is_own(work):
             draft = work.drafted
         goes_on = request.committed + m < len(request.tokens)
-        room = request.limit - len(request.tokens) - 1 - work.drafted  # what the next step may still draft
+        room = 0  # what the next step may still draft
+        if plan is not None and work.complete:
+            room = min(plan.depth, max(0, request.limit - len(request.tokens) - 1 - work.drafted))
         return Part(
             slot=request.home.slot,
             known=None if work.decodes else work.tree.token[:m],
@@ -414,8 +417,8 @@ class CudaExecutor:
             complete=work.complete,
             next_token=request.tokens[request.committed + m] if goes_on else -1,
             largest=request.params.takes_largest,
-            draft_nodes=self._draft_nodes if room > 0 and work.complete else 0,
-            draft_depth=min(max(0, room), self._draft_nodes),
+            draft_nodes=self._draft_nodes if room else 0,
+            draft_depth=min(room, self._draft_nodes),
         )
 
     def _outcome(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
-from itertools import cycle, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from boleinfer.quantise import drafts_in_fp8, nbytes, quantise
 from boleinfer.weights import BLOCK, Plan, dequantise, float32, match, scale_names, tie
 
 COPIERS = 16  # threads that read the files into staging buffers, at most one a core; more wait for one another
-STAGING, BUFFERS = 8 << 20, 1  # bytes of one, and how many a thread has: small ones cost Python, pinning 0.7 ms a MB
+STAGING = 8 << 20  # bytes of a thread's buffer: small ones cost Python, and pinning 0.7 ms a MB
 
 
 def load(
@@ -188,18 +188,16 @@ def _copied(pieces: deque[_Piece]) -> Iterator[int]:
     there = [0] * threads
 
     def copy(thread: int) -> None:
-        with ExitStack() as last:
-            staging = [device.Staging(STAGING) for _ in range(BUFFERS)]
-            for buffer in staging:
-                last.callback(buffer.wait)
-            for buffer in cycle(staging):
-                try:
-                    piece = pieces.popleft()
-                except IndexError:
-                    return
-                piece.fill(buffer.view(piece.out.shape, piece.out.dtype))
-                buffer.copy_to(piece.out)
-                there[thread] += int(piece.out.nbytes)
+        buffer = device.Staging(STAGING)
+        while True:
+            try:
+                piece = pieces.popleft()
+            except IndexError:
+                return
+            piece.fill(buffer.view(piece.out.shape, piece.out.dtype))
+            buffer.copy_to(piece.out)
+            buffer.wait()
+            there[thread] += int(piece.out.nbytes)
 
     with ThreadPoolExecutor(threads) as pool, ExitStack() as last:
         last.callback(pieces.clear)  # after a failure the other threads end, too
