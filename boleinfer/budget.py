@@ -29,10 +29,11 @@ import numpy as np
 
 from boleinfer.costs import CostTable
 from boleinfer.forest import Tree
+from boleinfer.ways import PLAIN, StepNews, Way
 
 PRIOR_RATE = 0.7  # how often a guess is right where those before it are, before any was seen
-SEEN, PRIOR_HITS = 0.5, 2.0  # drafts from which on their depth is known; how firmly it is believed that they are right,
-# half as firmly with each try in vain
+SEEN = 0.5  # drafts from which on their depth is known
+PRIOR_HITS = 2.0  # how firmly it is believed that drafts are right; half as firmly with each try in vain
 PRIOR_TRIES = 4.0  # how firmly is foreseen what a way brings
 ALIKE_TRIES = 24.0  # the same where others draft with the same
 RECENT = 24.0  # steps after which a record counts a third
@@ -41,6 +42,7 @@ AHEAD = 1.03  # how much faster plain decoding is taken to be than it looks: the
 SURER = 1.03  # how much faster another way to draft must look
 EARLY, SETTLING = 16, 8  # steps that are all followed by a comparison of the ways; requests' steps until later ones are
 RESTING, LOOKED_AT = 16, 4  # the same of plain steps, which say nothing of other ways; of how many one is taken in
+BRIEF_S = 1.5e-3  # seconds of a step below which others are treated so, too: learning takes a tenth of that
 STAY = 4  # steps before a way to draft that was chosen is left, except for one that was tried
 TRIED = 3  # steps of a try that count
 PACE_STEPS, SAME_PACE, OUTLIER = 8, 2.0, 4.0  # steps that the pace is of; that all ways share it; beyond which none is
@@ -48,67 +50,43 @@ DOUBTFUL = 1.5  # pace beyond which it may be drafting that is slow, not the mac
 FIRST_PAUSE = 63  # steps before the first try of a way to draft at least
 SHORTEST_PAUSE, MOST_DOUBLINGS = 8, 4  # steps between two tries at least; each that is in vain doubles them
 DEAR, SOONER = 300.0, 3  # steps between tries that lose one; a new request divides them
-
-
-@dataclass(frozen=True)
-class Way:
-    """A way to draft.
-
-    asks:    the drafter is asked for trees, for which it reads what the step before gave
-    variant: the GPU drafts for the next step, in its way of this number; 0: it does not. Where nobody is asked, its
-             drafts are all there is, and steps may begin before the ones before them are read
-    depth:   tokens of a path at most
-    """
-
-    asks: bool = False
-    variant: int = 0
-    depth: int = 0
-
-
-PLAIN = Way()
 UNSURPRISED = 8.0, 8.0  # tokens that were right, and that were expected
 
 
-@dataclass(frozen=True)
-class StepNews:
-    """What a step of decoding requests alone was, and gave.
+@dataclass
+class _Drafts:
+    """What is known of the drafts of all ways that draft with the same, recent steps counting most.
 
-    way:      its way; `drawn` the one that made the trees that it verified
-    batch, context, rows: requests, their mean length, rows in all
-    drafts, accepted: of each request the guesses that were verified, and how many tokens of them were right
-    seconds:  of the whole step; draft_s: of it, the host's drafting
+    likely: float64 [sizes of the table, depth], probabilities of the likeliest nodes, as many as a step of that size
+            has room for, by their depth
+    made:   [depth], drafts that may have been so deep
+    found:  requests for which there was one, of those that `spoken` counts
     """
 
-    way: int
-    drawn: int
-    batch: int
-    context: float
-    rows: int
-    drafts: Sequence[Tree]
-    accepted: Sequence[int]
-    seconds: float
-    draft_s: float
+    likely: np.ndarray
+    made: np.ndarray
+    spoken: float = 0.0
+    found: float = 0.0
+    claimed: float = 0.0  # tokens that drafts expected to be right
+    hits: float = 0.0
 
-    @property
-    def expected(self) -> float:
-        """Tokens of drafts that should be right by their probabilities."""
-        return sum(float(d.prob.sum()) for d in self.drafts)
+    def fade(self, keep: float) -> None:
+        """Lets what is known count less."""
+        for name in ("likely", "made", "spoken", "found", "claimed", "hits"):
+            setattr(self, name, getattr(self, name) * keep)
+
+    def forget(self) -> None:
+        """A try begins: whether its guesses are right counts more than whether others were."""
+        self.claimed /= 4
+        self.hits /= 4
 
 
 @dataclass
 class _Record:
-    """What is known of a way, recent steps counting most. Sums of steps, or of their requests.
+    """What is known of a way, recent steps counting most. Sums of steps, or of their requests."""
 
-    likely: float64 [sizes of the table, depth of the way], probabilities of the drafts' likeliest nodes, as many as a
-            step of that size has room for, by their depth"""
-
-    likely: np.ndarray
     asked: float = 0.0
     brought: float = 0.0
-    drafted: float = 0.0
-    spoken: float = 0.0  # as asked, but remembered over tries
-    claimed: float = 0.0  # tokens that drafts expected to be right
-    hits: float = 0.0
     steps: float = 0.0
     rows: float = 0.0  # of a request
     slow: float = 0.0  # seconds against the table's and the pace of all ways at the time
@@ -117,17 +95,12 @@ class _Record:
     vain: int = 0  # tries in vain, one after another
     since: int = 1  # steps since it was last in use
     due: int = FIRST_PAUSE
+    hopeless: bool = False  # it is too slow even if all guesses were right
 
     def fade(self, keep: float) -> None:
         """Lets what is known count less."""
-        names = "likely", "asked", "brought", "drafted", "spoken", "claimed", "hits", "steps", "rows", "slow", "draft_s"
-        for name in names:
+        for name in ("asked", "brought", "steps", "rows", "slow", "draft_s"):
             setattr(self, name, getattr(self, name) * keep)
-
-    def forget(self) -> None:
-        """A try begins: what its steps bring counts more than what others brought."""
-        for name in ("asked", "brought", "claimed", "hits", "steps", "rows", "slow", "draft_s"):
-            setattr(self, name, getattr(self, name) / 4)
 
 
 @dataclass
@@ -141,6 +114,7 @@ class Budget:
     ways: Sequence[Way]
     costs: CostTable | None = None
     _records: list[_Record] = field(init=False)
+    _drafts: dict[bool, _Drafts] = field(init=False)  # the GPU's, and the others
     _trial: int | None = None
     _left: int = 0
     _best: int = 0
@@ -154,8 +128,10 @@ class Budget:
     def __post_init__(self) -> None:
         if not self.ways or self.ways[0] != PLAIN:
             raise ValueError(f"a budget's first way is to draft nothing, got {self.ways}")
-        sizes = () if self.costs is None else self.costs.rows
-        self._records = [_Record(np.zeros((len(sizes), way.depth))) for way in self.ways]
+        sizes = 0 if self.costs is None else len(self.costs.rows)
+        depths = {on: max((w.depth for w in self.ways if w.on_gpu == on), default=0) for on in (True, False)}
+        self._drafts = {on: _Drafts(np.zeros((sizes, depth)), np.zeros(depth)) for on, depth in depths.items()}
+        self._records = [_Record() for _ in self.ways]
         self._records[0].due = SHORTEST_PAUSE
         self._best = next((i for i, way in enumerate(self.ways) if way.variant), min(1, len(self.ways) - 1))
 
@@ -207,27 +183,21 @@ class Budget:
             return foreseen
         step = costs.one_s(min(r.rows / r.steps * batch, costs.most), batch, context)
         seen = (1 + r.brought / r.asked) * plain / (slow * step + draft_s)
-        firm = PRIOR_TRIES if len(self._alike(way)) < 2 else ALIKE_TRIES
+        firm = PRIOR_TRIES if len(self._kin(way)) < 2 else ALIKE_TRIES
         return (firm * foreseen + r.asked * seen) / (firm + r.asked)
 
     def _right(self, way: int, rows: np.ndarray) -> np.ndarray:
         """[sizes of the table]: tokens of a draft that will be right, where a request has so many rows."""
-        alike, depth = self._alike(way), self.ways[way].depth
-        told, drafts = np.zeros((len(rows), depth)), np.zeros(depth)
-        for r in alike:
-            n = min(depth, r.likely.shape[1])
-            told[:, :n] += r.likely[:, :n]
-            drafts[:n] += r.drafted
-        known = int((drafts >= SEEN).sum())
+        drafts, depth = self._drafts[self.ways[way].on_gpu], self.ways[way].depth
+        known = int((drafts.made[:depth] >= SEEN).sum())
         if not known:
             return PRIOR_RATE * (1 - PRIOR_RATE ** np.clip(rows - 1, 0, depth)) / (1 - PRIOR_RATE)
-        found = told[:, :known] / drafts[:known]
+        found = drafts.likely[:, :known] / drafts.made[:known]
         last, above = found[:, -1], found[:, -2] if known > 1 else 1.0
         fall = np.clip(last / np.maximum(above, 1e-9), 0, 1)
         more = last * sum(fall**i for i in range(1, depth - known + 1))
-        hits, claimed = sum(r.hits for r in alike), sum(r.claimed for r in alike)
-        prior = PRIOR_HITS / (1 << max(r.vain for r in alike))
-        return (found.sum(1) + more) * (hits + prior) / (claimed + prior)
+        prior = PRIOR_HITS / (1 << self._records[way].vain)
+        return (found.sum(1) + more) * (drafts.hits + prior) / (drafts.claimed + prior)
 
     def draft_s(self, way: int, batch: int) -> float:
         """Seconds that drafting adds to a step, on the host and on the GPU."""
@@ -240,7 +210,7 @@ class Budget:
         """Takes in a step."""
         if self.costs is None or len(self.ways) == 1 or news.batch >= self.costs.most:
             return
-        resting = not news.way and not self._best and self._steps >= EARLY and self._steps % LOOKED_AT
+        resting = self._rests(news) and news.way == self._best and self._steps >= EARLY and self._steps % LOOKED_AT
         if news.way == news.drawn and not resting:  # else the step has the one way's guesses and the other's time
             self._record(news)
         if any(map(len, news.drafts)):
@@ -254,22 +224,23 @@ class Budget:
     def welcome(self) -> None:
         """A request begins, whose text may be of another kind: what was slow is tried sooner."""
         for r in self._records[1:]:
-            if r.due != FIRST_PAUSE:
+            if r.due != FIRST_PAUSE and not r.hopeless:
                 r.due = min(r.due, max(r.since + 1, r.due // SOONER))
 
     def _record(self, news: StepNews) -> None:
         assert self.costs is not None
-        r = self._records[news.way]
-        for alike in self._alike(news.way) if news.way else [r]:
-            alike.fade(1 - 1 / RECENT)
+        r, right = self._records[news.way], sum(news.accepted)
+        for i in self._kin(news.way) if news.way else [0]:
+            self._records[i].fade(1 - 1 / RECENT)
         r.asked += news.batch
-        r.spoken += news.batch
-        r.brought += sum(news.accepted)
-        r.drafted += sum(len(d) > 0 for d in news.drafts)
-        r.hits += sum(news.accepted)
-        r.claimed += news.expected
-        if any(map(len, news.drafts)):
-            self._read(r, news)
+        r.brought += right
+        if news.way:
+            drafts = self._drafts[self.ways[news.way].on_gpu]
+            drafts.fade(1 - 1 / RECENT)
+            drafts.spoken += news.batch
+            drafts.hits += right
+            if any(map(len, news.drafts)):
+                self._read(drafts, news)
         told = self.costs.one_s(news.rows, news.batch, news.context)
         told += self.costs.draft_s(self.ways[news.way].variant, news.batch)
         ratio = (news.seconds - news.draft_s) / told
@@ -287,16 +258,19 @@ class Budget:
         r.draft_s += news.draft_s / self._pace_now
         self._pace_now += (ratio / self._slow(news.way) - self._pace_now) / min(self._timed, PACE_STEPS)
 
-    def _read(self, r: _Record, news: StepNews) -> None:
+    def _read(self, drafts: _Drafts, news: StepNews) -> None:
         """What a step's drafts say of themselves."""
         assert self.costs is not None
-        deepest = r.likely.shape[1]
+        deepest, found = self.ways[news.way].depth, sum(len(d) > 0 for d in news.drafts)
+        drafts.found += found
+        drafts.made[:deepest] += found
+        drafts.claimed += news.expected
         prob, depth = (np.concatenate([getattr(d, name) for d in news.drafts]) for name in ("prob", "depth"))
         order = np.argsort(-prob, kind="stable")
         prob, depth = prob[order], np.minimum(depth[order], deepest - 1)
-        for likely, size in zip(r.likely, self.costs.rows):
+        for likely, size in zip(drafts.likely, self.costs.rows):
             n = max(0, size - news.batch)
-            likely += np.bincount(depth[:n], prob[:n], minlength=deepest)
+            likely[:deepest] += np.bincount(depth[:n], prob[:n], minlength=deepest)
 
     def _pace(self, news: StepNews) -> None:
         """Counts the steps until a way is tried again, and ends a try."""
@@ -312,7 +286,7 @@ class Budget:
         self._steps += 1
         self._held += 1
         early = self._steps < EARLY
-        if early or self._steps % max(1, (SETTLING if self._best else RESTING) // news.batch) == 0:
+        if early or self._steps % max(1, (RESTING if self._rests(news) else SETTLING) // news.batch) == 0:
             self._settle(news, None)
         if not early and not self._best and self._steps % RESTING:
             return
@@ -322,9 +296,15 @@ class Budget:
                     r.due = self._pause(i, news)
                 if r.since >= r.due:
                     self._trial, self._left, self._surprise = i, TRIED, UNSURPRISED
-                    for stale in [r] if self._best else self._alike(i):
-                        stale.forget()
+                    for stale in [i] if self._best else self._kin(i):
+                        self._records[stale].fade(1 / 4)
+                    if not self._best:
+                        self._drafts[self.ways[i].on_gpu].forget()
                     return
+
+    def _rests(self, news: StepNews) -> bool:
+        """Whether there is little to learn, or no time."""
+        return not self._best or news.seconds < BRIEF_S
 
     def _may_try(self, way: int, news: StepNews) -> bool:
         """Plain decoding if the pace is doubtful; any way to draft beside another, else that of its kind which loses
@@ -341,12 +321,13 @@ class Budget:
         surer = SURER if fastest else 1.0
         if speeds[fastest] > surer * speeds[before] and (self._held >= STAY or tried is not None or not before):
             self._best, self._held = fastest, 0
-        for i in {before, tried} - {None, self._best}:
-            assert i is not None
-            r = self._records[i]
-            r.due = self._pause(i, news)
-            r.vain = min(r.vain + 1, MOST_DOUBLINGS)
-            r.since = 0
+        left = [self.ways[i].kind for i in (before, tried) if i not in (None, self._best)]
+        for i, (r, way) in enumerate(zip(self._records, self.ways)):
+            if way.kind in left and i != self._best:  # its like would fare alike
+                r.due = self._pause(i, news)
+                r.vain = min(r.vain + 1, MOST_DOUBLINGS)
+                r.since = 0
+                r.hopeless = self._most(i, news) < speeds[self._best]
         if before == self._best:
             self._records[self._best].vain = 0
 
@@ -361,28 +342,32 @@ class Budget:
         if self._best:
             tried, best = (self.speed(i, batch, context) for i in (way, self._best))
             return (TRIED + 1) * max(0.0, 1 - tried / best)
-        rows = 1.0 + self.ways[way].depth
-        if (r := self._records[way]).steps:
-            rows = r.rows / r.steps
+        plain = self._slow(0) * self.costs.one_s(batch, batch, context)
+        return (TRIED + 1) * max(0.0, self._step_s(way, batch, context) / plain - 1)
+
+    def _step_s(self, way: int, batch: int, context: float) -> float:
+        """Seconds of a way's step, with as many rows as its steps had."""
+        assert self.costs is not None
+        r = self._records[way]
+        rows = r.rows / r.steps if r.steps else 1.0 + self.ways[way].depth
         step = self.costs.one_s(min(rows * batch, self.costs.most), batch, context)
-        tried = self._slow(way) * step + self.draft_s(way, batch)
-        return (TRIED + 1) * max(0.0, tried / (self._slow(0) * self.costs.one_s(batch, batch, context)) - 1)
+        return self._slow(way) * step + self.draft_s(way, batch)
+
+    def _most(self, way: int, news: StepNews) -> float:
+        """As `speed`, if all guesses were right."""
+        assert self.costs is not None
+        plain = self.costs.one_s(news.batch, news.batch, news.context)
+        return (1 + self.ways[way].depth) * plain / self._step_s(way, news.batch, news.context)
 
     def _kin(self, way: int) -> list[int]:
         """The ways to draft with the GPU's drafts, or the others."""
-        on_gpu = self.ways[way].variant > 0
-        return [i for i, w in enumerate(self.ways) if i and (w.variant > 0) == on_gpu]
-
-    def _alike(self, way: int) -> list[_Record]:
-        """Their records."""
-        return [self._records[i] for i in self._kin(way)]
+        return [i for i, w in enumerate(self.ways) if i and w.on_gpu == self.ways[way].on_gpu]
 
     def _coverage(self, way: int) -> float:
         """Part of the requests for which there was a draft at all; the GPU makes one whoever else is asked."""
-        on_gpu = self.ways[way].variant > 0
-        some = self._alike(way) if on_gpu else [self._records[way]]
-        prior = 1.0 if on_gpu or not any(w.variant for w in self.ways) else PRIOR_LOOKUP
-        return (sum(r.drafted for r in some) + PRIOR_TRIES * prior) / (sum(r.spoken for r in some) + PRIOR_TRIES)
+        on_gpu = self.ways[way].on_gpu
+        drafts, prior = self._drafts[on_gpu], PRIOR_LOOKUP if not on_gpu and any(w.on_gpu for w in self.ways) else 1.0
+        return (drafts.found + PRIOR_TRIES * prior) / (drafts.spoken + PRIOR_TRIES)
 
     def _slow(self, way: int) -> float:
         """Seconds of a way's steps against the table's, where 1 is what all ways together take."""
@@ -396,7 +381,7 @@ class Budget:
         if own.steps or not way:
             return [own]
         asked = [r for r, w in zip(self._records, self.ways) if w.asks and r.steps]
-        return asked if asks and asked else self._alike(way)
+        return asked if asks and asked else [self._records[i] for i in self._kin(way)]
 
 
 def share(trees: Sequence[Tree], rows: int) -> list[Tree]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from boleinfer.budget import PLAIN, Budget, StepNews, Way
+from boleinfer.budget import Budget
 from boleinfer.costs import CostTable
 from boleinfer.draft.base import Drafter
 from boleinfer.draft.none import NoDrafter
@@ -16,6 +16,7 @@ from boleinfer.forest import Tree
 from boleinfer.request import Request
 from boleinfer.scheduler import Scheduler, Work, grow, mean_length
 from boleinfer.state import State
+from boleinfer.ways import PLAIN, StepNews, Way
 
 BLIND = 16  # steps in a row that verify guesses which the host has not read, in as many rows as the first
 IDLE = 0.1  # part of a step's time for which the caller may have kept the engine waiting, for the time to count

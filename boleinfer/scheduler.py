@@ -9,12 +9,13 @@ from functools import cached_property
 
 import numpy as np
 
-from boleinfer.budget import Budget, Way
+from boleinfer.budget import Budget
 from boleinfer.draft.base import EMPTY, Drafter, Limits
 from boleinfer.forest import Tree
 from boleinfer.memory import OutOfPlaces
 from boleinfer.request import Request
 from boleinfer.state import State
+from boleinfer.ways import Way
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from boleinfer.budget import PLAIN, Budget, StepNews, Way, share
+from boleinfer.budget import Budget, share
 from boleinfer.costs import CostTable
 from boleinfer.forest import Tree
+from boleinfer.ways import PLAIN, StepNews, Way
 
 ON_GPU = [PLAIN, Way(False, 1, 4), Way(False, 2, 8)]
 ON_HOST = [PLAIN, Way(True, 0, 8)]
