@@ -37,6 +37,7 @@ PRIOR_HITS = 2.0  # how firmly it is believed that drafts are right; half as fir
 PRIOR_TRIES = 4.0  # how firmly is foreseen what a way brings
 ALIKE_TRIES = 24.0  # the same where others draft with the same
 RECENT = 24.0  # steps after which a record counts a third
+PRIOR_S = 5e-4  # seconds that asking a drafter takes, before any was asked
 PRIOR_LOOKUP = 0.05  # part of the requests for which something is found without the GPU's drafts, before any was asked
 AHEAD = 1.03  # how much faster plain decoding is taken to be than it looks: the host does its part meanwhile
 SURER = 1.03  # how much faster another way to draft must look
@@ -201,9 +202,11 @@ class Budget:
 
     def draft_s(self, way: int, batch: int) -> float:
         """Seconds that drafting adds to a step, on the host and on the GPU."""
+        on_gpu = self.costs.draft_s(self.ways[way].variant, batch) if self.costs is not None else 0.0
+        if self.ways[way].asks and not self._asked():
+            return on_gpu + PRIOR_S
         some = self._steps_like(way)
         steps = sum(r.steps for r in some)
-        on_gpu = self.costs.draft_s(self.ways[way].variant, batch) if self.costs is not None else 0.0
         return on_gpu + (sum(r.draft_s for r in some) / steps if steps else 0.0)
 
     def learn(self, news: StepNews) -> None:
@@ -293,7 +296,7 @@ class Budget:
         for i, r in enumerate(self._records):
             if i != self._best and r.since >= r.due and self._may_try(i, news):
                 if r.due == FIRST_PAUSE:
-                    r.due = self._pause(i, news)
+                    self._let_wait(i, news)
                 if r.since >= r.due:
                     self._trial, self._left, self._surprise = i, TRIED, UNSURPRISED
                     for stale in [i] if self._best else self._kin(i):
@@ -324,17 +327,17 @@ class Budget:
         left = [self.ways[i].kind for i in (before, tried) if i not in (None, self._best)]
         for i, (r, way) in enumerate(zip(self._records, self.ways)):
             if way.kind in left and i != self._best:  # its like would fare alike
-                r.due = self._pause(i, news)
+                self._let_wait(i, news)
                 r.vain = min(r.vain + 1, MOST_DOUBLINGS)
                 r.since = 0
-                r.hopeless = self._most(i, news) < speeds[self._best]
         if before == self._best:
             self._records[self._best].vain = 0
 
-    def _pause(self, way: int, news: StepNews) -> int:
-        """Steps until a way is tried again."""
-        lost = self._loss(way, news.batch, news.context)
-        return max(SHORTEST_PAUSE, round(DEAR * lost**1.5)) << self._records[way].vain
+    def _let_wait(self, way: int, news: StepNews) -> None:
+        """Says after how many steps a way is tried again."""
+        r, lost = self._records[way], self._loss(way, news.batch, news.context)
+        r.due = max(SHORTEST_PAUSE, round(DEAR * lost**1.5)) << r.vain
+        r.hopeless = self._most(way, news) < self.speed(self._best, news.batch, news.context)
 
     def _loss(self, way: int, batch: int, context: float) -> float:
         """Steps that a try loses: when nothing is right, or beside another way to draft as far as is foreseen."""
@@ -377,11 +380,15 @@ class Budget:
     def _steps_like(self, way: int) -> list[_Record]:
         """What tells how long a way's steps take: its record, or while it has no steps those of the ways that ask, too,
         and while nobody was asked those of all that draft with the same."""
-        own, asks = self._records[way], self.ways[way].asks
+        own = self._records[way]
         if own.steps or not way:
             return [own]
-        asked = [r for r, w in zip(self._records, self.ways) if w.asks and r.steps]
-        return asked if asks and asked else [self._records[i] for i in self._kin(way)]
+        asked = self._asked() if self.ways[way].asks else []
+        return asked or [self._records[i] for i in self._kin(way)]
+
+    def _asked(self) -> list[_Record]:
+        """Ways in which drafters were asked."""
+        return [r for r, w in zip(self._records, self.ways) if w.asks and r.steps]
 
 
 def share(trees: Sequence[Tree], rows: int) -> list[Tree]:

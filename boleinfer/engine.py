@@ -19,7 +19,11 @@ from boleinfer.state import State
 from boleinfer.ways import PLAIN, StepNews, Way
 
 BLIND = 16  # steps in a row that verify guesses which the host has not read, in as many rows as the first
-IDLE = 0.1  # part of a step's time for which the caller may have kept the engine waiting, for the time to count
+IDLE, IDLE_S = (
+    0.1,
+    1e-4,
+)  # part of a step's time, or seconds, for which the caller may keep the engine waiting between two
+# steps; a step that was kept waiting longer says nothing of its time
 
 
 class Engine:
@@ -173,7 +177,7 @@ class Engine:
             return
         seconds = verified - began + tail
         if step.ahead:  # it ran while the step before was taken in
-            seconds = seconds + waited if waited < IDLE * seconds else math.inf
+            seconds = seconds + waited if waited < max(IDLE * seconds, IDLE_S) else math.inf
         step_news = StepNews(
             step.way,
             step.drawn,
