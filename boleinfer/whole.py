@@ -17,6 +17,7 @@ LEAST = {1: 8, 8: 16}  # features of a tile, by rows of x
 LEAST_BOX = 24  # rows of a box from which the copying unit is as quick as memory
 ALL, RING = 140 * 1024, 192 * 1024  # bytes of a block's w: all of it at once up to ALL, RING at a time else
 UNDER_WAY = 80 * 1024  # bytes of a block's w that are on their way at the same time before x is there
+UNDER_WAY_OF_A_TILE = 64 * 1024  # where a block has but one tile, which passes a ring
 UNDER_WAY_OF_ONE = 32 * 1024  # where there is one row, and a place for all w
 MOST_PLACES, MOST_SHARED = 8, 226 * 1024
 ROUND, SHALLOW = 4, 8  # features that could be read instead of a round of tiles, of a place that a ring lacks of four
@@ -106,13 +107,17 @@ def product(
     args |= {"added": norm and norm.added, "sum": norm and norm.sum, "gain": norm and norm.gain}
     args |= {"eps": norm.eps if norm else 0.0, "out": out, "more": more, "R": R, "Dout": Dout}
     args |= {"Ldx": given.strides[0] // given.itemsize if R > 1 else Din, "More": 0 if w_more is None else len(w_more)}
-    at_once = (UNDER_WAY if t.places or rows > 1 else UNDER_WAY_OF_ONE) // (128 * tall * t.run)
+    tiles = sum(-(-width // t.features) for width in widths)
+    under_way = UNDER_WAY_OF_A_TILE if tiles <= processors else UNDER_WAY
+    if not t.places:
+        under_way = UNDER_WAY_OF_ONE if rows == 1 else UNDER_WAY
+    at_once = under_way // (128 * tall * t.run)
     args["AtOnce"] = max(RANGES, at_once // RANGES * RANGES) if t.places else max(1, at_once)
     shape: dict[str, int | str] = {"Din": Din, "Rows": rows, "Features": t.features, "Run": t.run, "Places": t.places}
     kernels.launch(
         FILE,
         "linear_whole",
-        min(processors, sum(-(-width // t.features) for width in widths)),
+        min(processors, tiles),
         32 * RANGES,
         args,
         shared=w_bytes + _beside(tall, chunks, rows, norm is not None),
