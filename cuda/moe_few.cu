@@ -88,14 +88,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
   if (early) ask(unit);
 
   const int spans = D / SPAN;
-  Pack<bf16, N> w[SCORES] = {};
-  const auto load_router = [&](int first, int k) { read_router(w, router, shared_gate, first, k, E, D); };
-  const int own_k = warp * SPAN + lane * N;
+  Pack<bf16, N> w[SCORES] = {};  // a lane's numbers of the router's rows, and of norm
   Pack<float, N> delta = {};
-  if (own_k < D) {
-    if (warp < ROUTED) load_router(blockIdx.x, own_k);
-    delta = load<N>(norm + own_k);
-  }
+  const int own_k = warp * SPAN + lane * N;
+  read_ahead(w, delta, router, shared_gate, norm, own_k, E, D);
   after_previous();
 
   const int empty = Slots * R * F / N;  // words of hidden
@@ -105,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
 
   // h = stream + added, and its squares
   const auto x_at = [&](int r, int k) { return reinterpret_cast<bf16*>(xs + r * x_pitch) + k; };
-  make_h<AT_ONCE>(stream, added, squares, R, D, [&](int r, int k, Pack<bf16, N>& sum, const Pack<bf16, N>& more) {
+  make_h<AT_ONCE>(squares, stream, added, R, D, [&](int r, int k, Pack<bf16, N>& sum, const Pack<bf16, N>& more) {
     float square = 0.0f;
 #pragma unroll
     for (int i = 0; i < N; i++) {
@@ -118,19 +114,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
   __syncthreads();
 
   // x = h / sqrt(mean h^2 + eps) * (1 + norm)
-  for (int s = warp; s < spans; s += Places) {
-    const int k = s * SPAN + lane * N;
-    if (s != warp) delta = load<N>(norm + k);
-#pragma unroll 1
-    for (int r = 0; r < R; r++) {
-      const float scale = 1.0f / sqrtf(warp_sum(lane < spans ? squares[r][lane] : 0.0f) / D + eps);
-      auto x = load<N>(x_at(r, k));
-      if (r % gridDim.x == blockIdx.x) store<N>(h + r * D + k, x);
+  make_x(
+      h, norm, delta, R, D, x_at, [&](int r) { return 1.0f / sqrtf(warp_sum(lane < spans ? squares[r][lane] : 0.0f) / D + eps); },
+      [&](int r, int k, const Normed& x) {
+        Pack<bf16, N> rounded;
 #pragma unroll
-      for (int j = 0; j < N; j++) x.v[j] = from_float<bf16>(to_float(x.v[j]) * scale * (1.0f + delta.v[j]));
-      store<N>(x_at(r, k), x);
-    }
-  }
+        for (int i = 0; i < N; i++) rounded.v[i] = from_float<bf16>(x[i]);
+        store<N>(x_at(r, k), rounded);
+      });
   if (spans > ROUTED) __syncthreads();  // else a warp reads what it wrote
 
   // scores = x router^T; a warp has spans v, v + ROUTED, .. of the row
@@ -139,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
     for (int v = warp; v < min(ROUTED, spans); v += Places) {
       float total[FEW_ROWS * SCORES] = {};
       for (int k = v * SPAN + lane * N; k < D; k += ROUTED * SPAN) {
-        if (first != blockIdx.x || k != own_k) load_router(first, k);
+        if (first != blockIdx.x || k != own_k) read_router(w, router, shared_gate, first, k, E, D);
         add_products(total, w, k, R, x_at);
       }
 #pragma unroll
@@ -157,9 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
       return score;
     });
   }
-  choices.make<PerLane>(
-      [&](int r, unsigned (&key)[PerLane]) { scores.await(r, key); },
-      R, A, norm_topk);
+  choices.make<PerLane>([&](int r, unsigned (&key)[PerLane]) { scores.await(r, key); }, R, A, norm_topk);
 
   // unit v of the second product is numbers d0 .. d0 + 15 of slot v % slots, for all slots, then 16 others
   const int slots = 1 + choices.slots, own_tiles = (D / HEIGHT - 1 - (int)blockIdx.x + (int)gridDim.x) / (int)gridDim.x;
@@ -167,11 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
     if (v >= own_tiles * slots) return;
     const int slot = v % slots, d0 = (v / slots * gridDim.x + blockIdx.x) * HEIGHT;
     const long long e = slot ? choices.of[slot - 1] : 0;
-    const Wt* matrix = slot ? down + e * D * F : shared_down;
-    if (lane == 0) {
-      arrive_expecting(full[warp], HEIGHT * down_bytes);
-      load_run(place, matrix + (long long)d0 * F, HEIGHT * down_bytes, full[warp]);
-    }
+    ask_tile(slot ? down + e * D * F : shared_down, d0, F, place, full[warp]);
   };
 
   const int units = slots * each;
@@ -250,10 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
       }
     }
     __syncthreads();
-    if (r < R) {
-      const float sum = combine(turn_weight, y, share, r, j, R, A);
-      out[r * D + (i * gridDim.x + blockIdx.x) * HEIGHT + j] = from_float<bf16>(sum);
-    }
+    if (r < R) out[r * D + (i * gridDim.x + blockIdx.x) * HEIGHT + j] = combine(turn_weight, y, share, r, j, R, A);
     __syncthreads();
   }
 }

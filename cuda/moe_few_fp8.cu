@@ -90,14 +90,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
   if (early) ask(unit);
 
   const int spans = D / SPAN;
-  Pack<bf16, N> w[SCORES] = {};
-  const auto load_router = [&](int first, int k) { read_router(w, router, shared_gate, first, k, E, D); };
-  const int own_k = warp * SPAN + lane * N;
+  Pack<bf16, N> w[SCORES] = {};  // a lane's numbers of the router's rows, and of norm
   Pack<float, N> delta = {};
-  if (own_k < D) {
-    if (warp < ROUTED) load_router(blockIdx.x, own_k);
-    delta = load<N>(norm + own_k);
-  }
+  const int own_k = warp * SPAN + lane * N;
+  read_ahead(w, delta, router, shared_gate, norm, own_k, E, D);
   after_previous();
   const auto take = [&] { return lane == 0 ? step + atomicAdd(counters + TAKEN, 1) : 0; };
   int next = step < Slots * each ? take() : step;
@@ -115,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
   // h = stream + added, and its squares
   const auto x_at = [&](int r, int k) { return reinterpret_cast<bf16*>(xs + r * x_pitch) + k; };
   const auto pairs_at = [&](int r, int k) { return reinterpret_cast<uint4*>(x_at(r, k)); };
-  make_h<AT_ONCE>(stream, added, squares, R, D, [&](int r, int k, const Pack<bf16, N>& a, const Pack<bf16, N>& b) {
+  make_h<AT_ONCE>(squares, stream, added, R, D, [&](int r, int k, const Pack<bf16, N>& a, const Pack<bf16, N>& b) {
     unsigned pairs[N / 2];
     float square = 0.0f;
 #pragma unroll
@@ -134,23 +130,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
 #pragma unroll
   for (int r = 0; r < Rows; r++) mean[r] = r < R && lane < spans ? squares[r][lane] : 0.0f;
   const float scale_of = 1.0f / sqrtf(transposed_sum(mean) / D + eps);  // of row lane / (WARP / Rows)
-  for (int s = warp; s < spans; s += Places) {
-    const int k = s * SPAN + lane * N;
-    if (s != warp) delta = load<N>(norm + k);
-#pragma unroll 1
-    for (int r = 0; r < R; r++) {
-      const float scale = __shfl_sync(ALL_LANES, scale_of, r * (WARP / Rows));
-      const auto own = load<N>(x_at(r, k));
-      if (r % gridDim.x == blockIdx.x) store<N>(h + r * D + k, own);
-      unsigned pairs[N / 2];
+  make_x(
+      h, norm, delta, R, D, x_at, [&](int r) { return __shfl_sync(ALL_LANES, scale_of, r * (WARP / Rows)); },
+      [&](int r, int k, const Normed& x) {
+        unsigned pairs[N / 2];
 #pragma unroll
-      for (int j = 0; j < N / 2; j++) {
-        const float first = to_float(own.v[2 * j]) * scale * (1.0f + delta.v[2 * j]);
-        pairs[j] = lifted_pair(first, to_float(own.v[2 * j + 1]) * scale * (1.0f + delta.v[2 * j + 1]));
-      }
-      *pairs_at(r, k) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-    }
-  }
+        for (int i = 0; i < N / 2; i++) pairs[i] = lifted_pair(x[2 * i], x[2 * i + 1]);
+        *pairs_at(r, k) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+      });
   if (spans > ROUTED) __syncthreads();  // else a warp reads what it wrote
 
   // scores = x router^T; a warp has spans v, v + ROUTED, .. of the row
@@ -159,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
     for (int v = warp; v < min(ROUTED, spans); v += Places) {
       float total[Rows * SCORES] = {};
       for (int k = v * SPAN + lane * N; k < D; k += ROUTED * SPAN) {
-        if (first != blockIdx.x || k != own_k) load_router(first, k);
+        if (first != blockIdx.x || k != own_k) read_router(w, router, shared_gate, first, k, E, D);
         add_products(total, w, k, R, x_at);
       }
       constexpr int SHARING = WARP / (Rows * SCORES);  // lanes that have the same sum
@@ -168,9 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
     }
     scores.show(parts, first, R, spans, [](float score) { return score * (1.0f / LIFTED); });
   }
-  choices.make<PerLane>(
-      [&](int r, unsigned (&key)[PerLane]) { scores.await(r, key); },
-      R, A, norm_topk);
+  choices.make<PerLane>([&](int r, unsigned (&key)[PerLane]) { scores.await(r, key); }, R, A, norm_topk);
 
   // unit v of the second product is numbers d0 .. d0 + 15 of slot v % slots, for all slots, then 16 others
   const int slots = 1 + choices.slots, own_tiles = (D / HEIGHT - 1 - (int)blockIdx.x + (int)gridDim.x) / (int)gridDim.x;
@@ -181,11 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
     const int slot = slot_asked, d0 = (tile_asked * gridDim.x + blockIdx.x) * HEIGHT;
     slot_asked += Places;
     const long long e = slot ? choices.of[slot - 1] : 0;
-    const Wt* matrix = slot ? down + e * D * F : shared_down;
-    if (lane == 0) {
-      arrive_expecting(full[warp], HEIGHT * down_bytes);
-      load_run(place, matrix + (long long)d0 * F, HEIGHT * down_bytes, full[warp]);
-    }
+    ask_tile(slot ? down + e * D * F : shared_down, d0, F, place, full[warp]);
     if (lane < scales_of(F)) {
       const float* own = slot ? down_scale + e * scales_of(D) * scales_of(F) : shared_down_scale;
       scales.x = own[d0 / SCALED * scales_of(F) + lane] * LOWERED;
@@ -288,10 +269,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
       }
     }
     __syncthreads();
-    if (r < R) {
-      const float sum = combine(turn_weight, y, share, r, j, R, A);
-      out[r * D + (i * gridDim.x + blockIdx.x) * HEIGHT + j] = from_float<bf16>(sum);
-    }
+    if (r < R) out[r * D + (i * gridDim.x + blockIdx.x) * HEIGHT + j] = combine(turn_weight, y, share, r, j, R, A);
     __syncthreads();
   }
 }
