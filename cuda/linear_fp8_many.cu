@@ -80,8 +80,8 @@ __device__ __forceinline__ void multiply(
   }
 }
 
-// sum = all `count` sums that were kept of a tile, `apart` fours apart, added up in order, of fours from the first of the
-// lane's place on; of those behind `fours` zeros.
+// sum = all `count` sums that were kept of a tile, `apart` fours apart, added up in order, of fours from the first of
+// the lane's place on; of those behind `fours` zeros.
 template <int S>
 __device__ __forceinline__ void add_kept(float (&sum)[S], const float4* kept, int apart, int count, int fours) {
 #pragma unroll

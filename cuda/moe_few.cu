@@ -115,7 +115,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
 
   // x = h / sqrt(mean h^2 + eps) * (1 + norm)
   make_x(
-      h, norm, delta, R, D, x_at, [&](int r) { return 1.0f / sqrtf(warp_sum(lane < spans ? squares[r][lane] : 0.0f) / D + eps); },
+      h, norm, delta, R, D, x_at,
+      [&](int r) { return 1.0f / sqrtf(warp_sum(lane < spans ? squares[r][lane] : 0.0f) / D + eps); },
       [&](int r, int k, const Normed& x) {
         Pack<bf16, N> rounded;
 #pragma unroll
