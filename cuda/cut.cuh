@@ -1,6 +1,7 @@
-// How the blocks of a product share its tiles of out: the first `whole` of them are a unit of work each, the ranges of k
-// (ranges.cuh) of the others are shared by `parts` units, whose warps keep their sums and join them (linear_hopper.cu,
-// linear_fp8_many.cu). A block takes every gridDim.x-th unit and lets their chunks of k through a ring of places.
+// How the blocks of a product share its tiles of out: the first `whole` of them are a unit of work each, the ranges of
+// k (ranges.cuh) of the others are shared by `parts` units, whose warps keep sums for one another: linear_hopper.cu
+// passes them on, linear_fp8_many.cu joins them. A block takes every gridDim.x-th unit and lets their chunks of k
+// through a ring of places.
 #pragma once
 
 #include "arrival.cuh"
@@ -48,28 +49,11 @@ __device__ __forceinline__ void fill(const Units& units, int chunks, Barrier* em
   }
 }
 
-// Keeps a lane's sum of a cut tile, in fours, for the warps that join it; to: the lane's place.
+// Keeps a lane's sum of a cut tile, in fours, for the warps that go on with it; to: the lane's place.
 template <int S>
 __device__ __forceinline__ void keep(const float (&sum)[S], float4* to) {
 #pragma unroll
   for (int n = 0; n < S / 4; n++) {
     __stcg(to + n * WARP, make_float4(sum[4 * n], sum[4 * n + 1], sum[4 * n + 2], sum[4 * n + 3]));
-  }
-}
-
-// sum = all `count` sums that were kept of a tile, `apart` fours apart, added up in order, of fours from the first of the
-// lane's place on; of those behind `fours` zeros.
-template <int S>
-__device__ __forceinline__ void add_kept(float (&sum)[S], const float4* kept, int apart, int count, int fours) {
-#pragma unroll
-  for (int i = 0; i < S; i++) sum[i] = 0.0f;
-#pragma unroll 4
-  for (int s = 0; s < count; s++) {
-#pragma unroll
-    for (int n = 0; n < S / 4; n++) {
-      if (n >= fours) continue;
-      const float4 one = __ldcg(kept + s * apart + n * WARP);
-      sum[4 * n] += one.x, sum[4 * n + 1] += one.y, sum[4 * n + 2] += one.z, sum[4 * n + 3] += one.w;
-    }
   }
 }

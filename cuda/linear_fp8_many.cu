@@ -80,6 +80,23 @@ __device__ __forceinline__ void multiply(
   }
 }
 
+// sum = all `count` sums that were kept of a tile, `apart` fours apart, added up in order, of fours from the first of
+// the lane's place on; of those behind `fours` zeros.
+template <int S>
+__device__ __forceinline__ void add_kept(float (&sum)[S], const float4* kept, int apart, int count, int fours) {
+#pragma unroll
+  for (int i = 0; i < S; i++) sum[i] = 0.0f;
+#pragma unroll 4
+  for (int s = 0; s < count; s++) {
+#pragma unroll
+    for (int n = 0; n < S / 4; n++) {
+      if (n >= fours) continue;
+      const float4 one = __ldcg(kept + s * apart + n * WARP);
+      sum[4 * n] += one.x, sum[4 * n + 1] += one.y, sum[4 * n + 2] += one.z, sum[4 * n + 3] += one.w;
+    }
+  }
+}
+
 // The next N numbers of a row, or as many as exist.
 template <int N, class T>
 __device__ __forceinline__ void store(T* to, const float* numbers, int exist) {

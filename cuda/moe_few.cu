@@ -26,19 +26,9 @@
 // arch: 90, 100, 120
 // sizes: Wt=bf16 PerLane=8 Places=10
 // spills: sm_100 and sm_120, bf16: four registers, while 64 take what others write of hidden
-#include "bulk.cuh"
-#include "moe_choice.cuh"
-#include "moe_units.cuh"
+#include "moe_few.cuh"
 
-constexpr int THREADS = WARP * Places;
-constexpr int HEIGHT = 16;                // numbers of out in a unit
-constexpr int N = 8, SPAN = WARP * N;     // numbers of a row that a lane, and a warp, has at a time
-constexpr int MOST_SPANS = 32;            // in a row: a thread each of the 1024 that norm it elsewhere
-constexpr int ROUTED = 8;                 // warps among which moe_router.cu shares a row
-constexpr int SCORES = PerLane / 4;       // experts that a block scores at a time: those of an H200's share at once
-constexpr int AT_ONCE = 4;                // rows of h that are under way together
-
-enum { TAKEN, LEFT, KEYS = 4 };  // counters: units that were taken, blocks that take no more; then the scores
+constexpr int AT_ONCE = 4;  // rows of h that are under way together
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
     const bf16* stream,                           // [R, D] aligned 16
@@ -97,22 +87,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
   const bool early = unit < each;
   if (early) ask(unit);
 
-  // a lane's numbers of a span of k, of the router's rows first, first + gridDim.x, ..; row E is the shared expert's
   const int spans = D / SPAN;
-  Pack<bf16, N> w[SCORES] = {};
-  const auto load_router = [&](int first, int k) {
-#pragma unroll
-    for (int i = 0; i < SCORES; i++) {
-      const int e = first + i * (int)gridDim.x;
-      if (e <= E) w[i] = load<N>((e < E ? router + (long long)e * D : shared_gate) + k);
-    }
-  };
-  const int own_k = warp * SPAN + lane * N;
+  Pack<bf16, N> w[SCORES] = {};  // a lane's numbers of the router's rows, and of norm
   Pack<float, N> delta = {};
-  if (own_k < D) {
-    if (warp < ROUTED) load_router(blockIdx.x, own_k);
-    delta = load<N>(norm + own_k);
-  }
+  const int own_k = warp * SPAN + lane * N;
+  read_ahead(w, delta, router, shared_gate, norm, own_k, E, D);
   after_previous();
 
   const int empty = Slots * R * F / N;  // words of hidden
@@ -122,107 +101,55 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
 
   // h = stream + added, and its squares
   const auto x_at = [&](int r, int k) { return reinterpret_cast<bf16*>(xs + r * x_pitch) + k; };
-  for (int s = warp; s < spans; s += Places) {
-    const int k = s * SPAN + lane * N;
-#pragma unroll 1
-    for (int r0 = 0; r0 < R; r0 += AT_ONCE) {
-      Pack<bf16, N> sum[AT_ONCE] = {}, more[AT_ONCE] = {};
+  make_h<AT_ONCE>(squares, stream, added, R, D, [&](int r, int k, Pack<bf16, N>& sum, const Pack<bf16, N>& more) {
+    float square = 0.0f;
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        const int at = (r0 + i) * D + k;
-        if (r0 + i < R) sum[i] = load<N>(stream + at), more[i] = load<N>(added + at);
-      }
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        const int r = r0 + i;
-        if (r >= R) break;
-        float square = 0.0f;
-#pragma unroll
-        for (int j = 0; j < N; j++) {
-          sum[i].v[j] = from_float<bf16>(to_float(sum[i].v[j]) + to_float(more[i].v[j]));
-          square = fmaf(to_float(sum[i].v[j]), to_float(sum[i].v[j]), square);
-        }
-        store<N>(x_at(r, k), sum[i]);
-        square = warp_sum(square);
-        if (lane == 0) squares[r][s] = square;
-      }
+    for (int i = 0; i < N; i++) {
+      sum.v[i] = from_float<bf16>(to_float(sum.v[i]) + to_float(more.v[i]));
+      square = fmaf(to_float(sum.v[i]), to_float(sum.v[i]), square);
     }
-  }
+    store<N>(x_at(r, k), sum);
+    return square;
+  });
   __syncthreads();
 
   // x = h / sqrt(mean h^2 + eps) * (1 + norm)
-  for (int s = warp; s < spans; s += Places) {
-    const int k = s * SPAN + lane * N;
-    if (s != warp) delta = load<N>(norm + k);
-#pragma unroll 1
-    for (int r = 0; r < R; r++) {
-      const float scale = 1.0f / sqrtf(warp_sum(lane < spans ? squares[r][lane] : 0.0f) / D + eps);
-      auto x = load<N>(x_at(r, k));
-      if (r % gridDim.x == blockIdx.x) store<N>(h + r * D + k, x);
+  make_x(
+      h, norm, delta, R, D, x_at,
+      [&](int r) { return 1.0f / sqrtf(warp_sum(lane < spans ? squares[r][lane] : 0.0f) / D + eps); },
+      [&](int r, int k, const Normed& x) {
+        Pack<bf16, N> rounded;
 #pragma unroll
-      for (int j = 0; j < N; j++) x.v[j] = from_float<bf16>(to_float(x.v[j]) * scale * (1.0f + delta.v[j]));
-      store<N>(x_at(r, k), x);
-    }
-  }
+        for (int i = 0; i < N; i++) rounded.v[i] = from_float<bf16>(x[i]);
+        store<N>(x_at(r, k), rounded);
+      });
   if (spans > ROUTED) __syncthreads();  // else a warp reads what it wrote
 
   // scores = x router^T; a warp has spans v, v + ROUTED, .. of the row
-  unsigned* const keys = reinterpret_cast<unsigned*>(counters) + KEYS;  // [R][pitch], ordered
-  const int pitch = E / 4 * 4 + 4;
+  const Scores scores(counters, E);
   for (int first = blockIdx.x; first <= E; first += SCORES * gridDim.x) {
     for (int v = warp; v < min(ROUTED, spans); v += Places) {
-      float total[FEW_ROWS][SCORES] = {};
+      float total[FEW_ROWS * SCORES] = {};
       for (int k = v * SPAN + lane * N; k < D; k += ROUTED * SPAN) {
-        if (first != blockIdx.x || k != own_k) load_router(first, k);
-#pragma unroll
-        for (int r = 0; r < FEW_ROWS; r++) {
-          if (r >= R) break;
-          const auto x = load<N>(x_at(r, k));
-#pragma unroll
-          for (int i = 0; i < SCORES; i++) {
-#pragma unroll
-            for (int j = 0; j < N; j++) total[r][i] = fmaf(to_float(w[i].v[j]), to_float(x.v[j]), total[r][i]);
-          }
-        }
+        if (first != blockIdx.x || k != own_k) read_router(w, router, shared_gate, first, k, E, D);
+        add_products(total, w, k, R, x_at);
       }
 #pragma unroll
       for (int r = 0; r < FEW_ROWS; r++) {
         if (r >= R) break;
 #pragma unroll
         for (int i = 0; i < SCORES; i++) {
-          const float part = warp_sum(total[r][i]);
+          const float part = warp_sum(total[r * SCORES + i]);
           if (lane == 0) parts[v][r * SCORES + i] = part;
         }
       }
     }
-    __syncthreads();
-    const int r = threadIdx.x / SCORES, e = first + threadIdx.x % SCORES * (int)gridDim.x;
-    if (r < R && e <= E) {
-      float score = 0.0f;
-      for (int v = 0; v < min(ROUTED, spans); v++) score += parts[v][threadIdx.x];
+    scores.show(parts, first, R, spans, [&](float score) {
       if (blockIdx.x * THREADS < empty) fence_device();
-      *static_cast<volatile unsigned*>(keys + r * pitch + e) = ordered(score);
-    }
-    __syncthreads();
+      return score;
+    });
   }
-  choices.make<PerLane>(
-      [&](int r, unsigned (&key)[PerLane]) {
-        bool missing;
-        do {
-          missing = false;
-#pragma unroll
-          for (int i = 0; i < PerLane; i += 4) {
-            const int e = lane * PerLane + i;
-            const uint4 four = e < E ? read_live(keys + r * pitch + e) : make_uint4(0, 0, 0, 0);
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-              key[i + j] = e + j < E ? word(four, j) : 0;
-              missing |= e + j < E && !key[i + j];
-            }
-          }
-        } while (__any_sync(ALL_LANES, missing));
-      },
-      R, A, norm_topk);
+  choices.make<PerLane>([&](int r, unsigned (&key)[PerLane]) { scores.await(r, key); }, R, A, norm_topk);
 
   // unit v of the second product is numbers d0 .. d0 + 15 of slot v % slots, for all slots, then 16 others
   const int slots = 1 + choices.slots, own_tiles = (D / HEIGHT - 1 - (int)blockIdx.x + (int)gridDim.x) / (int)gridDim.x;
@@ -230,11 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
     if (v >= own_tiles * slots) return;
     const int slot = v % slots, d0 = (v / slots * gridDim.x + blockIdx.x) * HEIGHT;
     const long long e = slot ? choices.of[slot - 1] : 0;
-    const Wt* matrix = slot ? down + e * D * F : shared_down;
-    if (lane == 0) {
-      arrive_expecting(full[warp], HEIGHT * down_bytes);
-      load_run(place, matrix + (long long)d0 * F, HEIGHT * down_bytes, full[warp]);
-    }
+    ask_tile(slot ? down + e * D * F : shared_down, d0, F, place, full[warp]);
   };
 
   const int units = slots * each;
@@ -284,20 +207,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
   }
   const int r = threadIdx.x / HEIGHT, j = threadIdx.x % HEIGHT;  // of out
   float share = 0.0f;
-  if (r < R) {
-    unsigned key;
-    do {
-      key = *static_cast<const volatile unsigned*>(keys + r * pitch + E);
-    } while (!key);
-    share = sigmoid(unordered(key));
-  }
+  if (r < R) share = scores.share(r);
   __syncthreads();
-  if (warp == Places - 1) {
-    const int before = __shfl_sync(ALL_LANES, lane == 0 ? atomicAdd(counters + LEFT, 1) : 0, 0);
-    if (before == (int)gridDim.x - 1) {
-      for (int i = lane; i < KEYS + R * pitch; i += WARP) counters[i] = 0;
-    }
-  }
+  if (warp == Places - 1) scores.leave(counters, R);
 
   for (int i = 0, v = warp; i < own_tiles; i++) {
     for (; v < (i + 1) * slots; v += Places, parity ^= 1) {
@@ -324,13 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
       }
     }
     __syncthreads();
-    if (r < R) {
-      float sum = 0.0f;
-#pragma unroll 4
-      for (int p = r * A; p < r * A + A; p++) sum = fmaf(turn_weight[p], y[p * HEIGHT + j], sum);
-      sum = fmaf(share, y[(R * A + r) * HEIGHT + j], sum);
-      out[r * D + (i * gridDim.x + blockIdx.x) * HEIGHT + j] = from_float<bf16>(sum);
-    }
+    if (r < R) out[r * D + (i * gridDim.x + blockIdx.x) * HEIGHT + j] = combine(turn_weight, y, share, r, j, R, A);
     __syncthreads();
   }
 }

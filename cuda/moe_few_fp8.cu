@@ -10,20 +10,12 @@
 //
 // arch: 90, 100, 120
 // sizes: Wt=fp8 PerLane=16 Places=12 Rows=2 | Wt=fp8 PerLane=16 Places=10 Rows=8
-#include "bulk.cuh"
-#include "moe_choice.cuh"
+#include "moe_few.cuh"
 #include "moe_units_fp8.cuh"
 
 constexpr bool THIN = Rows == 2;  // multiply_thin, else multiply_four
-constexpr int THREADS = WARP * Places;
-constexpr int FEATURES = THIN ? 2 : 4, HEIGHT = 16;  // of hidden, or numbers of out, in a unit
-constexpr int N = 8, SPAN = WARP * N;     // numbers of a row that a lane, and a warp, has at a time
-constexpr int MOST_SPANS = 32;            // in a row: a thread each of the 1024 that norm it elsewhere
-constexpr int ROUTED = 8;                 // warps among which moe_router.cu shares a row
-constexpr int SCORES = PerLane / 4;       // experts that a block scores at a time: those of an H200's share at once
-constexpr int AT_ONCE = THIN ? 1 : 4;     // rows of h that are under way together
-
-enum { TAKEN, LEFT, KEYS = 4 };  // counters: units that were taken, blocks that take no more; then the scores
+constexpr int FEATURES = THIN ? 2 : 4;  // of hidden, in a unit
+constexpr int AT_ONCE = THIN ? 1 : 4;   // rows of h that are under way together
 
 __device__ __forceinline__ int scales_of(int n) { return (n + SCALED - 1) / SCALED; }
 
@@ -97,22 +89,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
   const bool early = unit < each;
   if (early) ask(unit);
 
-  // a lane's numbers of a span of k, of the router's rows first, first + gridDim.x, ..; row E is the shared expert's
   const int spans = D / SPAN;
-  Pack<bf16, N> w[SCORES] = {};
-  const auto load_router = [&](int first, int k) {
-#pragma unroll
-    for (int i = 0; i < SCORES; i++) {
-      const int e = first + i * (int)gridDim.x;
-      if (e <= E) w[i] = load<N>((e < E ? router + (long long)e * D : shared_gate) + k);
-    }
-  };
-  const int own_k = warp * SPAN + lane * N;
+  Pack<bf16, N> w[SCORES] = {};  // a lane's numbers of the router's rows, and of norm
   Pack<float, N> delta = {};
-  if (own_k < D) {
-    if (warp < ROUTED) load_router(blockIdx.x, own_k);
-    delta = load<N>(norm + own_k);
-  }
+  const int own_k = warp * SPAN + lane * N;
+  read_ahead(w, delta, router, shared_gate, norm, own_k, E, D);
   after_previous();
   const auto take = [&] { return lane == 0 ? step + atomicAdd(counters + TAKEN, 1) : 0; };
   int next = step < Slots * each ? take() : step;
@@ -130,35 +111,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
   // h = stream + added, and its squares
   const auto x_at = [&](int r, int k) { return reinterpret_cast<bf16*>(xs + r * x_pitch) + k; };
   const auto pairs_at = [&](int r, int k) { return reinterpret_cast<uint4*>(x_at(r, k)); };
-  for (int s = warp; s < spans; s += Places) {
-    const int k = s * SPAN + lane * N;
-#pragma unroll 1
-    for (int r0 = 0; r0 < R; r0 += AT_ONCE) {
-      Pack<bf16, N> sum[AT_ONCE] = {}, more[AT_ONCE] = {};
+  make_h<AT_ONCE>(squares, stream, added, R, D, [&](int r, int k, const Pack<bf16, N>& a, const Pack<bf16, N>& b) {
+    unsigned pairs[N / 2];
+    float square = 0.0f;
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        const int at = (r0 + i) * D + k;
-        if (r0 + i < R) sum[i] = load<N>(stream + at), more[i] = load<N>(added + at);
-      }
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        const int r = r0 + i;
-        if (r >= R) break;
-        unsigned pairs[N / 2];
-        float square = 0.0f;
-#pragma unroll
-        for (int j = 0; j < N / 2; j++) {
-          const bf16 *const a = sum[i].v + 2 * j, *const b = more[i].v + 2 * j;
-          const Pair own(to_float(a[0]) + to_float(b[0]), to_float(a[1]) + to_float(b[1]));
-          pairs[j] = own.bits;
-          square = fmaf(own.second, own.second, fmaf(own.first, own.first, square));
-        }
-        *pairs_at(r, k) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-        square = warp_sum(square);
-        if (lane == 0) squares[r][s] = square;
-      }
+    for (int i = 0; i < N; i += 2) {
+      const Pair own(to_float(a.v[i]) + to_float(b.v[i]), to_float(a.v[i + 1]) + to_float(b.v[i + 1]));
+      pairs[i / 2] = own.bits;
+      square = fmaf(own.second, own.second, fmaf(own.first, own.first, square));
     }
-  }
+    *pairs_at(r, k) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    return square;
+  });
   __syncthreads();
 
   // x = h / sqrt(mean h^2 + eps) * (1 + norm)
@@ -166,77 +130,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
 #pragma unroll
   for (int r = 0; r < Rows; r++) mean[r] = r < R && lane < spans ? squares[r][lane] : 0.0f;
   const float scale_of = 1.0f / sqrtf(transposed_sum(mean) / D + eps);  // of row lane / (WARP / Rows)
-  for (int s = warp; s < spans; s += Places) {
-    const int k = s * SPAN + lane * N;
-    if (s != warp) delta = load<N>(norm + k);
-#pragma unroll 1
-    for (int r = 0; r < R; r++) {
-      const float scale = __shfl_sync(ALL_LANES, scale_of, r * (WARP / Rows));
-      const auto own = load<N>(x_at(r, k));
-      if (r % gridDim.x == blockIdx.x) store<N>(h + r * D + k, own);
-      unsigned pairs[N / 2];
+  make_x(
+      h, norm, delta, R, D, x_at, [&](int r) { return __shfl_sync(ALL_LANES, scale_of, r * (WARP / Rows)); },
+      [&](int r, int k, const Normed& x) {
+        unsigned pairs[N / 2];
 #pragma unroll
-      for (int j = 0; j < N / 2; j++) {
-        const float first = to_float(own.v[2 * j]) * scale * (1.0f + delta.v[2 * j]);
-        pairs[j] = lifted_pair(first, to_float(own.v[2 * j + 1]) * scale * (1.0f + delta.v[2 * j + 1]));
-      }
-      *pairs_at(r, k) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-    }
-  }
+        for (int i = 0; i < N / 2; i++) pairs[i] = lifted_pair(x[2 * i], x[2 * i + 1]);
+        *pairs_at(r, k) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+      });
   if (spans > ROUTED) __syncthreads();  // else a warp reads what it wrote
 
   // scores = x router^T; a warp has spans v, v + ROUTED, .. of the row
-  unsigned* const keys = reinterpret_cast<unsigned*>(counters) + KEYS;  // [R][pitch], ordered
-  const int pitch = E / 4 * 4 + 4;
+  const Scores scores(counters, E);
   for (int first = blockIdx.x; first <= E; first += SCORES * gridDim.x) {
     for (int v = warp; v < min(ROUTED, spans); v += Places) {
       float total[Rows * SCORES] = {};
       for (int k = v * SPAN + lane * N; k < D; k += ROUTED * SPAN) {
-        if (first != blockIdx.x || k != own_k) load_router(first, k);
-#pragma unroll
-        for (int r = 0; r < Rows; r++) {
-          if (r >= R) break;
-          const auto x = load<N>(x_at(r, k));
-#pragma unroll
-          for (int i = 0; i < SCORES; i++) {
-            float& own = total[r * SCORES + i];
-#pragma unroll
-            for (int j = 0; j < N; j++) own = fmaf(to_float(w[i].v[j]), to_float(x.v[j]), own);
-          }
-        }
+        if (first != blockIdx.x || k != own_k) read_router(w, router, shared_gate, first, k, E, D);
+        add_products(total, w, k, R, x_at);
       }
       constexpr int SHARING = WARP / (Rows * SCORES);  // lanes that have the same sum
       const float sum = transposed_sum(total);
       if (lane % SHARING == 0) parts[v][lane / SHARING] = sum;
     }
-    __syncthreads();
-    const int r = threadIdx.x / SCORES, e = first + threadIdx.x % SCORES * (int)gridDim.x;
-    if (r < R && e <= E) {
-      float score = 0.0f;
-      for (int v = 0; v < min(ROUTED, spans); v++) score += parts[v][threadIdx.x];
-      score *= 1.0f / LIFTED;
-      *static_cast<volatile unsigned*>(keys + r * pitch + e) = ordered(score);
-    }
-    __syncthreads();
+    scores.show(parts, first, R, spans, [](float score) { return score * (1.0f / LIFTED); });
   }
-  choices.make<PerLane>(
-      [&](int r, unsigned (&key)[PerLane]) {
-        bool missing;
-        do {
-          missing = false;
-#pragma unroll
-          for (int i = 0; i < PerLane; i += 4) {
-            const int e = lane * PerLane + i;
-            const uint4 four = e < E ? read_live(keys + r * pitch + e) : make_uint4(0, 0, 0, 0);
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-              key[i + j] = e + j < E ? word(four, j) : 0;
-              missing |= e + j < E && !key[i + j];
-            }
-          }
-        } while (__any_sync(ALL_LANES, missing));
-      },
-      R, A, norm_topk);
+  choices.make<PerLane>([&](int r, unsigned (&key)[PerLane]) { scores.await(r, key); }, R, A, norm_topk);
 
   // unit v of the second product is numbers d0 .. d0 + 15 of slot v % slots, for all slots, then 16 others
   const int slots = 1 + choices.slots, own_tiles = (D / HEIGHT - 1 - (int)blockIdx.x + (int)gridDim.x) / (int)gridDim.x;
@@ -247,11 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
     const int slot = slot_asked, d0 = (tile_asked * gridDim.x + blockIdx.x) * HEIGHT;
     slot_asked += Places;
     const long long e = slot ? choices.of[slot - 1] : 0;
-    const Wt* matrix = slot ? down + e * D * F : shared_down;
-    if (lane == 0) {
-      arrive_expecting(full[warp], HEIGHT * down_bytes);
-      load_run(place, matrix + (long long)d0 * F, HEIGHT * down_bytes, full[warp]);
-    }
+    ask_tile(slot ? down + e * D * F : shared_down, d0, F, place, full[warp]);
     if (lane < scales_of(F)) {
       const float* own = slot ? down_scale + e * scales_of(D) * scales_of(F) : shared_down_scale;
       scales.x = own[d0 / SCALED * scales_of(F) + lane] * LOWERED;
@@ -319,20 +234,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
   }
   const int r = threadIdx.x / HEIGHT, j = threadIdx.x % HEIGHT;  // of out
   float share = 0.0f;
-  if (r < R) {
-    unsigned key;
-    do {
-      key = *static_cast<const volatile unsigned*>(keys + r * pitch + E);
-    } while (!key);
-    share = sigmoid(unordered(key));
-  }
+  if (r < R) share = scores.share(r);
   __syncthreads();
-  if (warp == Places - 1) {
-    const int before = __shfl_sync(ALL_LANES, lane == 0 ? atomicAdd(counters + LEFT, 1) : 0, 0);
-    if (before == (int)gridDim.x - 1) {
-      for (int i = lane; i < KEYS + R * pitch; i += WARP) counters[i] = 0;
-    }
-  }
+  if (warp == Places - 1) scores.leave(counters, R);
 
   const auto rows_of = [&](int slot) { return slot ? choices.chosen_by[choices.of[slot - 1]] : (1u << R) - 1; };
   const auto hidden_of = [&](int slot) {  // row g of a slot; of one that did not choose it, which is not used, another
@@ -365,13 +269,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(
       }
     }
     __syncthreads();
-    if (r < R) {
-      float sum = 0.0f;
-#pragma unroll 4
-      for (int p = r * A; p < r * A + A; p++) sum = fmaf(turn_weight[p], y[p * HEIGHT + j], sum);
-      sum = fmaf(share, y[(R * A + r) * HEIGHT + j], sum);
-      out[r * D + (i * gridDim.x + blockIdx.x) * HEIGHT + j] = from_float<bf16>(sum);
-    }
+    if (r < R) out[r * D + (i * gridDim.x + blockIdx.x) * HEIGHT + j] = combine(turn_weight, y, share, r, j, R, A);
     __syncthreads();
   }
 }
