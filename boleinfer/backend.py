@@ -12,8 +12,9 @@ import numpy as np
 
 from boleinfer import device, device_weights, driver, kernels, memory_plan, models, pricing, random_weights, weights
 from boleinfer.config import ConfigError, ModelConfig
-from boleinfer.cuda_executor import DRAFT_PLANS, SMALLEST, CudaExecutor, DraftPlan
+from boleinfer.cuda_executor import SMALLEST, CudaExecutor
 from boleinfer.decoder import Decoder
+from boleinfer.device_draft import DRAFT_PLANS, DraftPlan
 from boleinfer.executor import Executor, HostExecutor
 from boleinfer.memory_plan import Needs, Options
 from boleinfer.state import State

@@ -26,7 +26,7 @@ import numpy as np
 from boleinfer import speculation_tables, timing, verify
 from boleinfer.acceptance import Guesses, Oracle, Profile, Shape, scaled
 from boleinfer.bench_gpu import HEARD, drop, executor_of, read_prompts, verify_rows
-from boleinfer.cuda_executor import DRAFT_PLANS, DraftPlan
+from boleinfer.device_draft import DRAFT_PLANS, DraftPlan
 from boleinfer.draft import NAMES, make_drafter
 from boleinfer.draft.base import Limits
 from boleinfer.draft.device import DeviceDrafter

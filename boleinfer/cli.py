@@ -198,7 +198,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--arch", default="80,86,89,90,100,120", metavar="LIST", help="compute capabilities (default: %(default)s)"
     )
     kernels.add_argument("--json", action="store_true", help="print it as one JSON array")
-    kernels.add_argument("-j", "--jobs", type=count, metavar="N", help="compile in N processes (default: all cores)")
+    kernels.add_argument("-j", "--jobs", type=count, metavar="N", help="compile N at a time (default: all cores)")
     kernels.set_defaults(run=_run_kernels)
 
     add_bench_commands(command("bench", "measure speed on this machine", _BENCH))

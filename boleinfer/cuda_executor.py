@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from boleinfer import device, gdn_few
 from boleinfer.costs import CostTable
 from boleinfer.decoder import Decoder
 from boleinfer.device import Array, Fp8
-from boleinfer.device_draft import Drafts, candidates, grow, keep
+from boleinfer.device_draft import LEVEL_ROWS, DraftPlan, Drafts, candidates, grow, keep
 from boleinfer.device_forest import upload as upload_forest
 from boleinfer.device_forest import upload_paths
 from boleinfer.device_sampling import SamplingTable
@@ -36,39 +37,7 @@ from boleinfer.state import Batch, Place, State
 
 ONE = 1  # row of the envelope in which a lone request decodes plainly
 SMALLEST, LARGEST_CAPTURED = 8, 128  # rows of the others; larger steps read prompts and run kernel by kernel
-LEVEL_ROWS = 8  # nodes of a level of all drafts together, and rows of each request, where several have one node each
 ALONE_ROWS = 16  # rows that are accepted of a request that decodes alone, at most
-
-
-@dataclass(frozen=True)
-class DraftPlan:
-    """A way in which the GPU drafts with the MTP layer (draft.mtp.MTPDrafter explains most of it).
-
-    least: probability below which a node is not kept
-    ids:   only the first of the vocabulary are looked at, and those of the texts (draft_head.py); None: all. With
-           Qwen's 151,643, behind 256 tokens of a file of Python's library, 99 % of the tokens are among 65,536 and the
-           file's own so far (98 % among 65,536 alone, 97 % among 32,768 and the file's)
-    """
-
-    top_k: int = 2
-    width: int = 1
-    depth: int = 4
-    worth: float = 0.0
-    least: float = 0.01
-    ids: int | None = 65536
-
-    def for_requests(self, requests: int) -> DraftPlan:
-        """The same for a step of up to so many: fewer nodes of each, so that a level is cheap, and no deeper than the
-        rows that each one has are worth."""
-        depth = self.depth if requests == 1 else min(self.depth, LEVEL_ROWS - 1)
-        return replace(self, width=max(1, min(self.width, LEVEL_ROWS // requests)), depth=depth)
-
-
-DRAFT_PLANS = (  # few: each is captured with each envelope
-    DraftPlan(top_k=4, width=8),
-    DraftPlan(top_k=4, width=8, depth=8),
-    DraftPlan(ids=None),  # for texts in other languages
-)
 
 
 def sampled_rows(max_batch: int, draft_nodes: int) -> int:
@@ -169,16 +138,16 @@ class CudaExecutor:
                 self._heads[ids] = DraftHead(head, ids, max(LEVEL_ROWS, self._max_batch))
 
     def capture(self) -> None:
-        sizes = {min(SMALLEST << i, self._max_rows) for i in range((LARGEST_CAPTURED // SMALLEST).bit_length())}
-        for size in {ONE} | sizes:
-            self._frame(size, 0)
-            self._frame(size, 0, few=True)
-            self._frame(size, 0, single=True)
-            for way in range(1, 1 + len(self._drafting)) if size >= min(SMALLEST, self._max_rows) else ():
-                self._frame(size, way)
-                self._frame(size, way, few=True)
-                if size <= self._envelope(1 + self._draft_nodes, way):
-                    self._frame(size, way, alone=True)
+        sizes = {min(SMALLEST << i, self._max_rows) for i in range(((self._max_rows - 1) // SMALLEST).bit_length() + 1)}
+        asked = []
+        for size in sorted({ONE} | sizes):  # larger ones are not captured, but their kernels compile with the others
+            ways = range(1 + len(self._drafting) if size >= min(SMALLEST, self._max_rows) else 1)
+            asked += [self._frame(size, way) for way in ways]
+            if size <= LARGEST_CAPTURED:
+                asked += [self._frame(size, 0, single=True), *(self._frame(size, way, few=True) for way in ways)]
+                if size <= self._envelope(1 + self._draft_nodes, 1):
+                    asked += [self._frame(size, way, alone=True) for way in ways[1:]]
+        self._rehearse(asked)
 
     def check(self, sampler: Sampler) -> None:
         self._sampling.check(sampler)
@@ -196,9 +165,9 @@ class CudaExecutor:
         single = all(len(w.tree) == 1 and w.request.params.logprobs is None for w in works)
         alone = len(works) == 1 and self._is_short(works[0])
         few = max(len(w.tree) for w in works) <= gdn_few.ROWS
-        frame = self._frame(sum(len(w.tree) for w in works), way, single, alone, few)
+        frame, kind = self._frame(sum(len(w.tree) for w in works), way, single=single, alone=alone, few=few)
+        self._rehearse([(frame, kind)])
         frame.single, frame.alone, frame.few = single, alone, few
-        kind = self._kind(way, frame.inputs.rows, single, alone, few)
         if kind.waits or kind.takes:
             self._take_in([w.request for w in works], at_once=kind.takes)
         parts = [self._part(w, kind.plan) for w in works]
@@ -274,7 +243,7 @@ class CudaExecutor:
             pieces = [hidden[i : i + n] for i in range(0, len(tokens), n)]
             return np.concatenate([device.download(self.model.logits(piece)) for piece in pieces])
 
-    def _kind(self, way: int, rows: int, single: bool, alone: bool, few: bool) -> _Kind:
+    def _kind(self, way: int, rows: int, single: bool = False, alone: bool = False, few: bool = False) -> _Kind:
         """Of a step of so many rows. A step that reads much of a prompt leaves too many rows to wait; one that drafts
         hardly ever has single rows."""
         single &= way == 0
@@ -358,24 +327,31 @@ class CudaExecutor:
         if self.overrule is not None:
             self.overrule(kind.plan, drafts.requests, inputs, self._slots, step.results)
 
-    def _frame(self, rows: int, way: int, single: bool = False, alone: bool = False, few: bool = False) -> _Frame:
-        """The smallest envelope that holds so many rows, made and rehearsed when it is first asked for in this way."""
+    def _frame(self, rows: int, way: int, **more: bool) -> tuple[_Frame, _Kind]:
+        """The smallest envelope that holds so many rows, and the kind of a step in it, with their arrays."""
         size = self._envelope(rows, way)
         if size not in self._frames:
             sampled = sampled_rows(self._max_batch, self._draft_nodes)
             self._frames[size] = _Frame(size, self._max_batch, sampled, self._slots)
-        frame, kind = self._frames[size], self._kind(way, size, single, alone, few)
-        if kind not in frame.ready:
-            frame.ready.add(kind)
-            if kind.plan is not None:
-                frame.add_drafts(kind, kind.plan)
-            if size <= LARGEST_CAPTURED:
-                frame.inputs.fill(())  # nobody takes part
+        frame, kind = self._frames[size], self._kind(way, size, **more)
+        if kind.plan is not None and kind not in frame.drafts:
+            frame.add_drafts(kind, kind.plan)
+        return frame, kind
+
+    def _rehearse(self, asked: Sequence[tuple[_Frame, _Kind]]) -> None:
+        """Makes ready what is not; the kernels that any of them lacks compile side by side.
+
+        As nobody takes part, a rehearsal reads and writes what its step has made, and `largest` stays zeros."""
+        new = [(frame, kind) for frame, kind in dict.fromkeys(asked) if kind not in frame.ready]
+        steps = [partial(self._step, *made) for made in new]
+        for n, (frame, kind) in enumerate(new):
+            if frame.inputs.rows <= LARGEST_CAPTURED:
+                frame.inputs.fill(())
                 frame.parts = None
                 with self.runner.on():
                     frame.inputs.send()
-                    self.runner.rehearse((size, kind), lambda: self._step(frame, kind))
-        return frame
+                    self.runner.rehearse((frame.inputs.rows, kind), steps[n], steps[n + 1 :])
+            frame.ready.add(kind)
 
     def _envelope(self, rows: int, way: int) -> int:
         """Rows of the smallest frame that holds so many."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from boleinfer import device
+from boleinfer import device, kernels
 
 T = TypeVar("T")
 
@@ -32,8 +32,8 @@ class Eager:
     def reserve(self, nbytes: int) -> None:
         """Makes sure that steps have so much memory, now instead of one by one. Raises MemoryError."""
 
-    def rehearse(self, key: Hashable, step: Callable[[], object]) -> None:
-        """Runs a step that changes nothing (its batch is empty), and captures it."""
+    def rehearse(self, key: Hashable, step: Callable[[], object], later: Sequence[Callable[[], object]] = ()) -> None:
+        """Runs a step that changes nothing (its batch is empty), as kernels.rehearse does, and captures it."""
 
     def run(self, key: Hashable, step: Callable[[], T]) -> T:
         """Runs the step; returns what it gives: arrays that may be read until the next step."""
@@ -76,10 +76,10 @@ class Graphs:
         with self.on():
             device.empty((nbytes,), np.uint8)
 
-    def rehearse(self, key: Hashable, step: Callable[[], object]) -> None:
+    def rehearse(self, key: Hashable, step: Callable[[], object], later: Sequence[Callable[[], object]] = ()) -> None:
         """As Eager.rehearse. A step that cannot be captured is launched kernel by kernel from then on: a warning."""
         with self.on():
-            step()  # compiles what is not compiled yet and makes the pool large enough
+            kernels.rehearse(step, later)  # the pool is large enough then, too
             self.stream.synchronize()
             self.stream.begin_capture()
             problem, kept = None, None

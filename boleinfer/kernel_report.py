@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import json
-import multiprocessing
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from boleinfer import nvrtc
 from boleinfer.declaration import KernelError, KernelFile
@@ -18,7 +14,6 @@ from boleinfer.nvrtc import Built, Job
 from boleinfer.options import UsageError
 
 ARCHS = ("80", "86", "89", "90", "100", "120")
-_ALONE = 4  # compilations that are quicker in this process than in new ones
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,7 @@ class Usage:
 def report(archs: Sequence[str] = ARCHS, names: Sequence[str] = (), jobs: int | None = None) -> list[Usage]:
     """Compiles the files whose name contains one of `names` (all when there are none) with each of their `// sizes:`.
 
-    jobs: processes; as many as cores when None
+    jobs: compilations at a time; as many as cores when None
     Files that are not for an architecture are left out there. What was compiled before comes from the cache.
     Raises KernelError with everything that does not compile, ToolchainError when the compiler is missing or does not
     know an architecture, UsageError for a name that no file has.
@@ -68,7 +63,7 @@ def report(archs: Sequence[str] = ARCHS, names: Sequence[str] = (), jobs: int | 
         for arch in archs
         if source.target(arch) is not None
     ]
-    built = _build([job for _, job in work], jobs or os.cpu_count() or 1)
+    built = _build([job for _, job in work], jobs)
     return [usage for (source, job), result in zip(work, built) for usage in usages(source, job, result.log)]
 
 
@@ -138,41 +133,25 @@ def _table(found: Sequence[Usage]) -> Iterator[tuple[str, ...]]:
         yield kernel, sizes, ",".join(archs), *rest
 
 
-def _build(work: Sequence[Job], jobs: int) -> list[Built]:
-    """Every job's result, in order; those that are not in the cache are compiled in processes of their own."""
-    cache, tools = nvrtc.default_cache(), nvrtc.toolchain()
-    keys = [nvrtc.cache_key(job, tools) for job in work]
-    built = {key: hit for key in dict.fromkeys(keys) if (hit := cache.get(key)) is not None}
-    todo = {key: job for key, job in zip(keys, work) if key not in built}
+def _build(work: Sequence[Job], threads: int | None) -> list[Built]:
+    """Every job's result, in order. Raises KernelError with all that does not compile."""
+    cache = nvrtc.default_cache()
+    built = {job: hit for job in work if (hit := nvrtc.find(job, cache)) is not None}
     problems: dict[str, list[str]] = {}
-    for (key, job), result in zip(todo.items(), _compile(list(todo.values()), tools.headers, jobs)):
-        if isinstance(result, KernelError):
-            _, _, errors = str(result).partition("\n")
-            problems.setdefault(errors, []).append(job.title)
-        else:
-            cache.put(key, result)
-            built[key] = result
+    with nvrtc.Builds(cache, threads) as builds:
+        for job in work:
+            if job not in built:
+                builds.begin(job)
+        for job, result in builds.results().items():
+            if isinstance(result, KernelError):
+                _, _, errors = str(result).partition("\n")
+                problems.setdefault(errors, []).append(job.title)
+            else:
+                built[job] = result
     if problems:
         raise KernelError("\n\n".join(f"{_some(where)} does not compile:\n{e}" for e, where in problems.items()))
-    return [built[key] for key in keys]
+    return [built[job] for job in work]
 
 
 def _some(titles: Sequence[str]) -> str:
     return titles[0] + (f" (and {len(titles) - 1} more combinations)" if len(titles) > 1 else "")
-
-
-def _compile(work: Sequence[Job], headers: Path, jobs: int) -> Iterator[Built | KernelError]:
-    if len(work) <= _ALONE or jobs == 1:
-        yield from (_attempt(job, headers) for job in work)
-        return
-    # CuPy holds the interpreter's lock while NVRTC runs, so threads would wait for one another
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(min(jobs, len(work)), mp_context=context) as pool:
-        yield from pool.map(_attempt, work, [headers] * len(work))
-
-
-def _attempt(job: Job, headers: Path) -> Built | KernelError:
-    try:
-        return nvrtc.compile_job(job, headers)
-    except KernelError as error:
-        return error

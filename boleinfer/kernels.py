@@ -4,8 +4,8 @@
            constants={"Act": "bf16"})
 
 How a kernel declares its parameters is in declaration.py. bf16 arrays are CuPy arrays of ml_dtypes.bfloat16 (integers
-that hold the bits are refused), fp8 arrays are uint8. A first launch may compile (about 0.1 s) and load a
-module, which a graph capture does not allow: launch everything once before capturing.
+that hold the bits are refused), fp8 arrays are uint8. A first launch may compile (0.1 s to 5 s) and load a module,
+which a graph capture does not allow: `rehearse` everything before capturing, which also compiles side by side.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,9 +24,19 @@ import boleinfer
 from boleinfer import nvrtc
 from boleinfer.arguments import check_arguments, check_constants, pitches
 from boleinfer.declaration import Constant, KernelError, KernelFile, read
-from boleinfer.nvrtc import ToolchainError
+from boleinfer.nvrtc import Built, Job, ToolchainError
 
-__all__ = ["OLDEST", "KernelError", "ToolchainError", "cuda_folder", "kernel_file", "launch", "runs_here", "usable"]
+__all__ = [
+    "OLDEST",
+    "KernelError",
+    "ToolchainError",
+    "cuda_folder",
+    "kernel_file",
+    "launch",
+    "rehearse",
+    "runs_here",
+    "usable",
+]
 
 Extent = int | tuple[int, ...]
 _GRID, _BLOCK, _THREADS = (2**31 - 1, 65535, 65535), (1024, 1024, 64), 1024  # limits of every architecture
@@ -69,7 +80,12 @@ def launch(
         raise KernelError(f"{where}: the block has {threads} threads; at most {_THREADS} are possible")
     if shared < 0:
         raise KernelError(f"{where}: {shared} bytes of shared memory were asked for; give 0 or more")
-    function = _module(gpu, device, source, tuple(chosen.items())).function(name, shared)
+    try:
+        function = _module(gpu, device, source, tuple(chosen.items())).function(name, shared)
+    except _NotCompiled:
+        return
+    if (rehearsal := _rehearsal.get()) is not None and rehearsal.builds:
+        return
     try:
         function(*shape, values, shared, stream)
     except Exception as error:  # CuPy's kinds of error differ between driver and runtime
@@ -77,6 +93,65 @@ def launch(
             f"{where}: CUDA refuses the launch with grid {shape[0]}, block {shape[1]} and {shared} bytes of dynamic "
             f"shared memory, or an earlier kernel has failed ({error})"
         ) from error
+
+
+# ---- compiling side by side ------------------------------------------------------------------------------------------
+
+
+class _Rehearsal(NamedTuple):
+    """A pass over launches. There are none any more when any kernel is on its way; `built` are those that have come."""
+
+    builds: nvrtc.Builds
+    built: Mapping[Job, Built]
+
+
+_rehearsal: ContextVar[_Rehearsal | None] = ContextVar("rehearsal", default=None)
+
+
+class _NotCompiled(Exception):
+    """A launch of a rehearsal waits for the compiler."""
+
+
+def rehearse(step: Callable[[], object], later: Sequence[Callable[[], object]] = ()) -> None:
+    """Runs a step that nothing is wanted of, with all its launches; the kernels that they lack compile side by side.
+
+    From the first launch on that lacks its kernel nothing is launched; but what that step launches, and those that will
+    be rehearsed `later`, is checked, and begins to compile where it has to. When all is there the step runs again.
+
+    A step that ends half-way does no harm when it writes to nothing but arrays of its own (its batch is empty) and
+    reads of these only what it has written: no launch comes after one that was left out, so that none reads what that
+    one would have written; each leaves counters at zero; and another pass begins at the beginning.
+    Raises as `launch` does."""
+    built: dict[Job, Built] = {}
+    while True:
+        with nvrtc.Builds(nvrtc.default_cache()) as builds:
+            before = _rehearsal.set(_Rehearsal(builds, built))
+            try:
+                step()
+                for other in later if builds else ():
+                    other()
+            finally:
+                _rehearsal.reset(before)
+            if not builds:
+                return
+            for job, result in builds.results().items():
+                if isinstance(result, KernelError):
+                    raise result
+                built[job] = result
+
+
+def _compiled(job: Job) -> Built:
+    """The compiled job. Raises _NotCompiled in a rehearsal that has to wait for it."""
+    rehearsal, cache = _rehearsal.get(), nvrtc.default_cache()
+    if rehearsal is None:
+        return nvrtc.build(job, cache)
+    if job in rehearsal.builds:
+        raise _NotCompiled
+    found = rehearsal.built.get(job) or nvrtc.find(job, cache)
+    if found is None:
+        rehearsal.builds.begin(job)
+        raise _NotCompiled
+    return found
 
 
 def runs_here(file: str | Path) -> bool:
@@ -301,8 +376,14 @@ class _Module:
 
 
 @functools.cache
+def _job(source: KernelFile, constants: tuple[tuple[str, Constant], ...], arch: str) -> Job:
+    return nvrtc.job(source, dict(constants), arch, cuda_folder())
+
+
+@functools.cache
 def _module(gpu: Gpu, device: int, source: KernelFile, constants: tuple[tuple[str, Constant], ...]) -> _Module:
-    job = nvrtc.job(source, dict(constants), gpu.arch(device), cuda_folder())
+    job = _job(source, constants, gpu.arch(device))
+    built = _compiled(job)
     by_value = frozenset(name for name, parameters in source.kernels.items() if any(p.by_value for p in parameters))
     early = source.early if int(gpu.arch(device)) >= _EARLY_SINCE else frozenset()
-    return _Module(gpu, job.title, nvrtc.build(job, nvrtc.default_cache()).cubin, early, by_value)
+    return _Module(gpu, job.title, built.cubin, early, by_value)

@@ -14,7 +14,8 @@ from itertools import product
 from typing import NamedTuple
 
 from boleinfer.config import ConfigError, ModelConfig
-from boleinfer.cuda_executor import LARGEST_CAPTURED, LEVEL_ROWS, ONE, SMALLEST, DraftPlan, sampled_rows
+from boleinfer.cuda_executor import LARGEST_CAPTURED, ONE, SMALLEST, sampled_rows
+from boleinfer.device_draft import LEVEL_ROWS, DraftPlan
 from boleinfer.device_waiting import RING
 from boleinfer.draft_head import bytes_of, rows_of
 from boleinfer.ops.attention import SCRATCH, splits_of

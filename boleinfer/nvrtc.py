@@ -1,6 +1,6 @@
 """Compiles a .cu file with NVRTC, for any architecture and without a GPU, and keeps the result on disk. Knows no array.
 
-NVRTC is reached through CuPy's low-level binding; CuPy's own compile path would ask the driver, and cannot do sm_90a.
+CuPy's own compile path would ask the driver, and cannot do sm_90a.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from typing import NamedTuple
 from boleinfer import driver
 from boleinfer.declaration import Constant, KernelError, KernelFile
 from boleinfer.files import write_whole
+from boleinfer.nvrtc_library import NvrtcError, library
 
 OPTIONS = ("-std=c++17", "-lineinfo", "--ptxas-options=-v")
 _SHOWN = 20  # error messages of one compilation
@@ -34,6 +36,11 @@ class Toolchain(NamedTuple):
     headers: Path
     headers_version: tuple[int, int]
     archs: tuple[int, ...]
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What only some versions know: a cache of NVRTC's own, which would answer without a log, is not for use."""
+        return ("--no-cache",) if self.version >= (12, 9) else ()
 
     def check_arch(self, arch: str) -> None:
         """Raises ToolchainError for an architecture that this NVRTC cannot compile for."""
@@ -72,15 +79,13 @@ def toolchain() -> Toolchain:
     """Finds CuPy, NVRTC and the CUDA headers. Raises ToolchainError with the pip command for what is not there."""
     try:
         from cupy.cuda import driver as cuda_driver
-        from cupy.cuda import nvrtc
     except ImportError as error:
         raise ToolchainError(cupy_missing(error)) from error
     extra = f"cuda{cuda_driver.get_build_version() // 1000}"
     remedy = f"install it with: pip install 'boleinfer[{extra}]'"
     try:
-        version = nvrtc.getVersion()
-        archs = tuple(nvrtc.getSupportedArchs())
-    except Exception as error:  # CuPy raises various kinds when the library cannot be loaded
+        version, archs = library().version(), library().archs()
+    except Exception as error:  # various kinds when the library cannot be found or loaded
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(": ")  # folder listings follow
         raise ToolchainError(f"the CUDA compiler NVRTC cannot be loaded ({reason}); {remedy}") from error
     folder = _find_headers()
@@ -164,21 +169,14 @@ def _written(value: Constant) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def compile_job(job: Job, headers: Path) -> Built:
+def compile_job(job: Job, tools: Toolchain) -> Built:
     """Runs NVRTC. Raises KernelError with file, line and message of each error."""
-    from cupy.cuda import nvrtc
-
-    includes = tuple(f"-I{folder}" for folder in (*job.includes, headers))
-    program = nvrtc.createProgram(job.text, job.file, (), ())
+    options = (*OPTIONS, *tools.options, f"-arch=sm_{job.arch}", *(f"-I{f}" for f in (*job.includes, tools.headers)))
     try:
-        nvrtc.compileProgram(program, (*OPTIONS, f"-arch=sm_{job.arch}", *includes))
-        # CuPy's getCUBIN leaves out the last byte, without which the driver may not take the module
-        return Built(nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program))
-    except nvrtc.NVRTCError as error:
-        log = nvrtc.getProgramLog(program)
-        raise KernelError(f"{job.title} does not compile:\n{errors_of(log) or f'{log.strip()} ({error})'}") from error
-    finally:
-        nvrtc.destroyProgram(program)
+        return Built(*library().compile(job.text, job.file, options))
+    except NvrtcError as error:
+        shown = errors_of(error.log) or f"{error.log.strip()} ({error})"
+        raise KernelError(f"{job.title} does not compile:\n{shown}") from error
 
 
 def errors_of(log: str) -> str:
@@ -193,16 +191,62 @@ def errors_of(log: str) -> str:
     return "\n".join(found[:_SHOWN]) + more
 
 
-def build(job: Job, cache: Cache) -> Built:
-    """The compiled job: from the cache, or compiled and put there. Raises as `toolchain` and `compile_job` do."""
+def find(job: Job, cache: Cache) -> Built | None:
+    """The compiled job where the cache has it. Raises as `toolchain` does."""
     tools = toolchain()
     tools.check_arch(job.arch)
-    key = cache_key(job, tools)
-    built = cache.get(key)
-    if built is None:
-        built = compile_job(job, tools.headers)
-        cache.put(key, built)
+    return cache.get(cache_key(job, tools))
+
+
+def build(job: Job, cache: Cache) -> Built:
+    """The compiled job: from the cache, or compiled and put there. Raises as `toolchain` and `compile_job` do."""
+    if (built := find(job, cache)) is None:
+        built = compile_job(job, toolchain())
+        cache.put(cache_key(job, toolchain()), built)
     return built
+
+
+# ---- compiling side by side ------------------------------------------------------------------------------------------
+
+
+class Builds:
+    """Jobs that are compiled side by side in threads, each once; at the end of a `with` what has not begun is left.
+
+    threads: as many as cores when None"""
+
+    def __init__(self, cache: Cache, threads: int | None = None) -> None:
+        self._cache, self._pool = cache, ThreadPoolExecutor(threads or os.cpu_count() or 1)
+        self._begun: dict[Job, Future[Built]] = {}
+
+    def __enter__(self) -> Builds:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def __bool__(self) -> bool:
+        """Whether any has begun."""
+        return bool(self._begun)
+
+    def __contains__(self, job: Job) -> bool:
+        """Whether it has begun."""
+        return job in self._begun
+
+    def begin(self, job: Job) -> None:
+        """Compiles it as soon as a thread is free."""
+        if job not in self._begun:
+            self._begun[job] = self._pool.submit(compile_job, job, toolchain())
+
+    def results(self) -> dict[Job, Built | KernelError]:
+        """What has become of each, when all are done; what compiled is in the cache."""
+        found: dict[Job, Built | KernelError] = {}
+        for job, future in self._begun.items():
+            try:
+                found[job] = built = future.result()
+                self._cache.put(cache_key(job, toolchain()), built)
+            except KernelError as error:
+                found[job] = error
+        return found
 
 
 # ---- the cache -------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ class FakeGraphs(Eager):
     def __init__(self):
         self.captures = self.replays = 0
 
-    def rehearse(self, key, step):
+    def rehearse(self, key, step, later=()):
         self.captures += 1
 
     def run(self, key, step):
@@ -164,10 +164,10 @@ def test_verify_runs_the_trees(pretend, monkeypatch):
     seen = []
     honest = cuda_executor.CudaExecutor._part
 
-    def part(self, work):
+    def part(self, work, plan):
         if work.decodes:
             seen.append(len(work.tree))
-        return honest(self, work)
+        return honest(self, work, plan)
 
     monkeypatch.setattr(cuda_executor.CudaExecutor, "_part", part)
     bench_gpu.verify_rows(TINY, [1, 12], 10)

@@ -10,7 +10,7 @@ import pytest
 
 from boleinfer import bench_speculation, cli, cuda_executor, device, pricing, speculation_tables
 from boleinfer.acceptance import Guesses, Oracle, Profile, Shape, Template, scaled
-from boleinfer.cuda_executor import DraftPlan
+from boleinfer.device_draft import DraftPlan
 from boleinfer.device_step import Part, Results, Slots, StepInputs
 from boleinfer.draft.device import DeviceDrafter
 from boleinfer.draft.none import NoDrafter
@@ -122,8 +122,7 @@ def test_results_of_several_runs_are_shown_together():
 @pytest.fixture
 def quick(pretend, monkeypatch):  # noqa: F811
     plans = DraftPlan(2, 1, 2), DraftPlan(3, 2, 3)
-    for module in (bench_speculation, cuda_executor):
-        monkeypatch.setattr(module, "DRAFT_PLANS", plans)
+    monkeypatch.setattr(bench_speculation, "DRAFT_PLANS", plans)
     monkeypatch.setattr("boleinfer.backend.DRAFT_PLANS", plans)
     monkeypatch.setattr(cuda_executor, "LARGEST_CAPTURED", 16)
     monkeypatch.setattr(pricing, "LARGEST_CAPTURED", 16)

@@ -10,7 +10,8 @@ import pytest
 
 from boleinfer import cuda_executor, device, device_waiting, device_weights, draft_head, gdn_few, models, timing
 from boleinfer.config import read_config
-from boleinfer.cuda_executor import CudaExecutor, DraftPlan
+from boleinfer.cuda_executor import CudaExecutor
+from boleinfer.device_draft import DraftPlan
 from boleinfer.draft.base import Limits
 from boleinfer.draft.device import DeviceDrafter
 from boleinfer.draft.graft import GraftedDrafter
@@ -131,7 +132,7 @@ def test_everything_is_captured_beforehand(tmp_path, gpu, monkeypatch, nodes):
     engine = cuda_engine(plausible_checkpoint(tmp_path, "qwen3_5"), "auto", nodes=nodes)
     engine.executor.capture()
     late = []
-    monkeypatch.setattr(engine.executor.runner, "rehearse", lambda key, step: late.append(key))
+    monkeypatch.setattr(engine.executor.runner, "rehearse", lambda key, *steps: late.append(key))
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     for together in (prompts()[:1], prompts()):
         finish(engine, [request_of(p, greedy) for p in together])

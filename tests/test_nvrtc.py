@@ -70,7 +70,7 @@ def test_compile_errors_name_the_files_own_line(compiler, tmp_path, line):
     text = kernel(body, "// sizes: K=3\n")
     expected = text[: text.index("undefined")].count("\n") + 1
     with pytest.raises(KernelError) as caught:
-        nvrtc.compile_job(job_of(text, tmp_path, constants={"K": 3}), compiler.headers)
+        nvrtc.compile_job(job_of(text, tmp_path, constants={"K": 3}), compiler)
     title, first, source, *_ = str(caught.value).splitlines()
     assert title == "k.cu for sm_90 with K=3 does not compile:"
     assert first == f'k.cu:{expected}: error: identifier "undefined_name" is undefined'
@@ -85,29 +85,41 @@ def test_a_letter_of_cudas_headers_may_be_a_constant(compiler, tmp_path):
         tmp_path,
         constants={"T": 4, "K": 2, "N": 8, "Act": "bf16"},
     )
-    assert nvrtc.compile_job(job, compiler.headers).cubin.startswith(b"\x7fELF")
+    assert nvrtc.compile_job(job, compiler).cubin.startswith(b"\x7fELF")
 
 
 def test_a_cubin_is_whole(compiler, tmp_path):
-    """CuPy's getCUBIN is a byte short: the end of the last section or header table lies within the file here."""
-    cubin = nvrtc.compile_job(job_of(kernel("  x[0] = n;"), tmp_path), compiler.headers).cubin
+    """The end of the last section or header table lies within the file."""
+    cubin = nvrtc.compile_job(job_of(kernel("  x[0] = n;"), tmp_path), compiler).cubin
     at, size, count = (int.from_bytes(cubin[a:b], "little") for a, b in ((0x20, 0x28), (0x36, 0x38), (0x38, 0x3A)))
     assert at == 0 or at + size * count <= len(cubin)
     at, size, count = (int.from_bytes(cubin[a:b], "little") for a, b in ((0x28, 0x30), (0x3A, 0x3C), (0x3C, 0x3E)))
     assert at + size * count <= len(cubin)
 
 
+def test_a_library_that_cannot_be_found_is_no_traceback(monkeypatch):
+    def missing(name):
+        raise RuntimeError(f"no {name}\nlooked in: a, b")
+
+    library = nvrtc.library.__wrapped__
+    fake_cupy(monkeypatch)
+    monkeypatch.setattr(nvrtc, "library", library)
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", SimpleNamespace(load_nvidia_dynamic_lib=missing))
+    with pytest.raises(ToolchainError, match=r"cannot be loaded \(no nvrtc\); install it with: pip install"):
+        find_tools()
+
+
 # ---- F51: compilers and headers that are missing or do not fit ----
 
 
 def fake_cupy(monkeypatch, version=(13, 0), error=None):
-    def get_version():
+    def library():
         if error:
             raise error
-        return version
+        return SimpleNamespace(version=lambda: version, archs=lambda: TOOLS.archs)
 
-    compiler = SimpleNamespace(getVersion=get_version, getSupportedArchs=lambda: TOOLS.archs)
-    cuda = SimpleNamespace(nvrtc=compiler, driver=SimpleNamespace(get_build_version=lambda: 1000 * version[0]))
+    monkeypatch.setattr(nvrtc, "library", library)
+    cuda = SimpleNamespace(driver=SimpleNamespace(get_build_version=lambda: 1000 * version[0]))
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
 
@@ -332,7 +344,7 @@ def test_where_the_cache_lies(monkeypatch, environment, folder):
 def test_building_compiles_once_and_survives_a_cache_that_fails(monkeypatch, tmp_path):
     compiled = []
     monkeypatch.setattr(nvrtc, "toolchain", lambda: TOOLS)
-    monkeypatch.setattr(nvrtc, "compile_job", lambda job, headers: compiled.append(job) or BUILT)
+    monkeypatch.setattr(nvrtc, "compile_job", lambda job, tools: compiled.append(job) or BUILT)
     cache = Cache(tmp_path / "cache")
     assert nvrtc.build(JOB, cache) == nvrtc.build(JOB, Cache(cache.folder)) == BUILT and len(compiled) == 1
     (tmp_path / "file").touch()

@@ -12,8 +12,9 @@ import numpy as np
 
 from boleinfer import device, device_weights, models
 from boleinfer.config import read_config
-from boleinfer.cuda_executor import CudaExecutor, DraftPlan
+from boleinfer.cuda_executor import CudaExecutor
 from boleinfer.decoder import Decoder
+from boleinfer.device_draft import DraftPlan
 from boleinfer.draft import make_drafter
 from boleinfer.draft.base import Drafter, Limits
 from boleinfer.engine import Engine
