@@ -33,7 +33,7 @@ from boleinfer.ways import PLAIN, StepNews, Way
 
 PRIOR_RATE = 0.7  # how often a guess is right where those before it are, before any was seen
 SEEN = 0.5  # drafts from which on their depth is known
-PRIOR_HITS = 2.0  # how firmly it is believed that drafts are right; half as firmly with each try in vain
+PRIOR_HITS = 2.0  # how firmly it is believed that drafts are right; of the GPU's half as firmly with each try in vain
 PRIOR_TRIES = 4.0  # how firmly is foreseen what a way brings
 ALIKE_TRIES = 24.0  # the same where others draft with the same
 RECENT = 24.0  # steps after which a record counts a third
@@ -41,7 +41,7 @@ PRIOR_S = 5e-4  # seconds that asking a drafter takes, before any was asked
 PRIOR_LOOKUP = 0.05  # part of the requests for which something is found without the GPU's drafts, before any was asked
 AHEAD = 1.03  # how much faster plain decoding is taken to be than it looks: the host does its part meanwhile
 SURER = 1.03  # how much faster another way to draft must look
-EARLY, SETTLING = 16, 8  # steps that are all followed by a comparison of the ways; requests' steps until later ones are
+EARLY, SETTLING = 16, 2  # steps that are all followed by a comparison of the ways; requests' steps until later ones are
 RESTING, LOOKED_AT = 16, 4  # the same of plain steps, which say nothing of other ways; of how many one is taken in
 BRIEF_S = 1.5e-3  # seconds of a step below which others are treated so, too: learning takes a tenth of that
 STAY = 4  # steps before a way to draft that was chosen is left, except for one that was tried
@@ -197,7 +197,8 @@ class Budget:
         last, above = found[:, -1], found[:, -2] if known > 1 else 1.0
         fall = np.clip(last / np.maximum(above, 1e-9), 0, 1)
         more = last * sum(fall**i for i in range(1, depth - known + 1))
-        prior = PRIOR_HITS / (1 << self._records[way].vain)
+        doubts = self._records[way].vain if self.ways[way].on_gpu else 0  # what is looked up may not have been there
+        prior = PRIOR_HITS / (1 << doubts)
         return (found.sum(1) + more) * (drafts.hits + prior) / (drafts.claimed + prior)
 
     def draft_s(self, way: int, batch: int) -> float:
@@ -291,7 +292,7 @@ class Budget:
         early = self._steps < EARLY
         if early or self._steps % max(1, (RESTING if self._rests(news) else SETTLING) // news.batch) == 0:
             self._settle(news, None)
-        if not early and not self._best and self._steps % RESTING:
+        if not early and not self._best and news.seconds < BRIEF_S and self._steps % RESTING:
             return
         for i, r in enumerate(self._records):
             if i != self._best and r.since >= r.due and self._may_try(i, news):

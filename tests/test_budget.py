@@ -181,6 +181,19 @@ def test_asking_is_taken_where_the_host_finds_more():
     assert sum(world.ways[way].asks for way in world.used[200:]) > 150
 
 
+@pytest.mark.parametrize("step_ms,waits", [(4.0, False), (0.2, True)])
+def test_a_try_that_is_due_waits_between_brief_steps_only(step_ms, waits):
+    """To weigh it takes the host a tenth of a brief step."""
+    ms = step_ms * np.asarray([1.0, 1.1, 1.5])
+    table = CostTable((1, 8, 64), (1,), (100,), 1e-3 * ms[:, None, None])
+    world = World(table, ON_HOST, 1, 0.0, draft_s=0.05e-3 * step_ms, claimed=0.3)
+    world.run(37)
+    assert world.used[-1] == 0
+    world.budget._records[1].due = world.budget._records[1].since
+    world.run(16)
+    assert world.used[38:].index(1) == (10 if waits else 0)  # behind the 48th step, or the next
+
+
 def test_back_when_the_text_changes():
     world = World(gpu_table(), ON_GPU, 1, 0.0, claimed=0.8)
     world.run(1000)
