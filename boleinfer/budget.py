@@ -44,7 +44,7 @@ SURER = 1.03  # how much faster another way to draft must look
 EARLY, SETTLING = 16, 2  # steps that are all followed by a comparison of the ways; requests' steps until later ones are
 RESTING, LOOKED_AT = 16, 4  # the same of plain steps, which say nothing of other ways; of how many one is taken in
 BRIEF_S = 1.5e-3  # seconds of a step below which others are treated so, too: learning takes a tenth of that
-STAY = 4  # steps before a way to draft that was chosen is left, except for one that was tried
+STAY = 4  # steps before a way to draft that was chosen is left, later twice as many; except for one that was tried
 TRIED = 3  # steps of a try that count
 PACE_STEPS, SAME_PACE, OUTLIER = 8, 2.0, 4.0  # steps that the pace is of; that all ways share it; beyond which none is
 DOUBTFUL = 1.5  # pace beyond which it may be drafting that is slow, not the machine: plain decoding is tried, too
@@ -323,7 +323,8 @@ class Budget:
         speeds[0] *= AHEAD
         fastest = int(np.argmax(speeds))
         surer = SURER if fastest else 1.0
-        if speeds[fastest] > surer * speeds[before] and (self._held >= STAY or tried is not None or not before):
+        stayed = self._held >= (STAY if self._steps < EARLY else 2 * STAY)
+        if speeds[fastest] > surer * speeds[before] and (stayed or tried is not None or not before):
             self._best, self._held = fastest, 0
         left = [self.ways[i].kind for i in (before, tried) if i not in (None, self._best)]
         for i, (r, way) in enumerate(zip(self._records, self.ways)):
