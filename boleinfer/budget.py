@@ -3,7 +3,8 @@
     choose R to maximise (B + sum of the R likeliest path probabilities) / (draft cost + c(R)),  R = B always among them
 
 c is a table of measured seconds (costs.py), corrected by how long steps then take. Whether drafting pays at all cannot
-be read off a draft that was not made, so each way to draft has a record of what drafts claimed, and of their hits:
+be read off a draft that was not made, so what drafts claimed, and their hits, are remembered for all ways that draft
+with the same, and of each way what its steps brought and took:
 
     tokens a step and request = 1 + coverage surprise (c_1 + c_2 + .. + c_depth)
     speed of a way            = tokens / seconds of its steps, against plain decoding

@@ -12,7 +12,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -199,14 +198,16 @@ def _copied(pieces: deque[_Piece]) -> Iterator[int]:
             buffer.wait()
             there[thread] += int(piece.out.nbytes)
 
-    with ThreadPoolExecutor(threads) as pool, ExitStack() as last:
-        last.callback(pieces.clear)  # after a failure the other threads end, too
-        waiting = {pool.submit(copy, thread) for thread in range(threads)}
-        while waiting:
-            done, waiting = wait(waiting, timeout=0.05, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-            yield sum(there)
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            waiting = {pool.submit(copy, thread) for thread in range(threads)}
+            while waiting:
+                done, waiting = wait(waiting, timeout=0.05, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                yield sum(there)
+        finally:
+            pieces.clear()  # after a failure the other threads end, too
 
 
 def _take(values: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:

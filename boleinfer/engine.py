@@ -19,11 +19,7 @@ from boleinfer.state import State
 from boleinfer.ways import PLAIN, StepNews, Way
 
 BLIND = 16  # steps in a row that verify guesses which the host has not read, in as many rows as the first
-IDLE, IDLE_S = (
-    0.1,
-    1e-4,
-)  # part of a step's time, or seconds, for which the caller may keep the engine waiting between two
-# steps; a step that was kept waiting longer says nothing of its time
+IDLE, IDLE_S = 0.1, 1e-4  # part of a step, or seconds, for which a caller may keep one waiting, for its time to count
 
 
 class Engine:

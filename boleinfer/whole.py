@@ -108,8 +108,9 @@ def product(
     args |= {"eps": norm.eps if norm else 0.0, "out": out, "more": more, "R": R, "Dout": Dout}
     args |= {"Ldx": given.strides[0] // given.itemsize if R > 1 else Din, "More": 0 if w_more is None else len(w_more)}
     tiles = sum(-(-width // t.features) for width in widths)
-    under_way = UNDER_WAY_OF_A_TILE if tiles <= processors else UNDER_WAY
-    if not t.places:
+    if t.places:
+        under_way = UNDER_WAY_OF_A_TILE if tiles <= processors else UNDER_WAY
+    else:
         under_way = UNDER_WAY_OF_ONE if rows == 1 else UNDER_WAY
     at_once = under_way // (128 * tall * t.run)
     args["AtOnce"] = max(RANGES, at_once // RANGES * RANGES) if t.places else max(1, at_once)

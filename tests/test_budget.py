@@ -28,6 +28,12 @@ def gpu_table(level_s: float = 0.6e-3) -> CostTable:
     return CostTable(rows, batch, (1000,), seconds, True, {w: np.full(3, level_s * d) for w, d in ((1, 4), (2, 8))})
 
 
+def small_table() -> CostTable:
+    """A small model on a GPU."""
+    seconds, drafts = np.asarray([[[0.2e-3]], [[0.3e-3]]]), {1: np.full(1, 1e-4), 2: np.full(1, 2e-4)}
+    return CostTable((8, 64), (1,), (1000,), seconds, True, drafts)
+
+
 def host_table() -> CostTable:
     rows = (1, 2, 4, 8, 16, 32, 64)
     one = 1e-3 * np.asarray([4.0, 4.2, 4.5, 5.0, 7.0, 11.0, 20.0])
@@ -136,10 +142,7 @@ def test_what_one_way_claims_tells_of_the_others(rate, better, way):
 @pytest.mark.parametrize("draft_s", [0.5e-3, 1.5e-3, 5e-3])
 def test_a_host_that_drafts_longer_than_steps_take_is_left_at_once(draft_s):
     """A small model: all ways ask the same slow drafter, and what one of them took tells of the others."""
-    table = CostTable(
-        (8, 64), (1,), (1000,), np.asarray([[[0.2e-3]], [[0.3e-3]]]), True, {1: np.full(1, 1e-4), 2: np.full(1, 2e-4)}
-    )
-    world = World(table, ON_ASKED, 1, 0.8, draft_s=draft_s)
+    world = World(small_table(), ON_ASKED, 1, 0.8, draft_s=draft_s)
     world.run(100)
     assert sum(way > 0 for way in world.used) <= 12
 
@@ -147,10 +150,7 @@ def test_a_host_that_drafts_longer_than_steps_take_is_left_at_once(draft_s):
 @pytest.mark.parametrize("wait_s", [1.5e-3, 3e-3, 10e-3])
 def test_steps_that_all_are_outliers_are_not(wait_s):
     """A small model: what the host does between two steps is several times a step, whatever the table says."""
-    table = CostTable(
-        (8, 64), (1,), (1000,), np.asarray([[[0.2e-3]], [[0.3e-3]]]), True, {1: np.full(1, 1e-4), 2: np.full(1, 2e-4)}
-    )
-    world = World(table, ON_ASKED, 1, 0.8, wait_s=wait_s)
+    world = World(small_table(), ON_ASKED, 1, 0.8, wait_s=wait_s)
     world.run(400)
     assert sum(way > 0 for way in world.used) <= 60
     assert sum(way > 0 for way in world.used[100:]) <= 20
@@ -159,11 +159,8 @@ def test_steps_that_all_are_outliers_are_not(wait_s):
 @pytest.mark.parametrize("draft_s,wait_s", [(0.5e-3, 1e-3), (2e-3, 0.0)])
 def test_a_slow_host_leaves_the_gpu_its_own_drafts(draft_s, wait_s):
     """A small model: the GPU's drafts alone are several times as fast as those that the host has to look at."""
-    table = CostTable(
-        (8, 64), (1,), (1000,), np.asarray([[[0.2e-3]], [[0.3e-3]]]), True, {1: np.full(1, 1e-4), 2: np.full(1, 2e-4)}
-    )
-    alone = World(table, [PLAIN, ON_GPU[1]], 1, 0.8)
-    world = World(table, ON_BOTH, 1, 0.8, draft_s=draft_s, wait_s=wait_s)
+    alone = World(small_table(), [PLAIN, ON_GPU[1]], 1, 0.8)
+    world = World(small_table(), ON_BOTH, 1, 0.8, draft_s=draft_s, wait_s=wait_s)
     assert world.speed(800) >= 0.85 * alone.speed(800)
     assert all(way in (1, 2) for way in world.used[:63])
 
