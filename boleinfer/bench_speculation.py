@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby
 from statistics import median
 from typing import Any, cast
@@ -44,7 +45,7 @@ SIZES, BATCHES = ("qwen3.5-9b", "qwen3.5-27b"), (1, 4, 8, 16, 32)
 NEVER_BATCHES = (1, 8, 32)
 NODES = 127  # of a request's draft at most, so that a lone request can fill a step of 128 rows
 TOKENS, NEVER_TOKENS, HEARD_TOKENS = 256, 512, 24  # of each request, on average; with their logits
-WARM_TOKENS, BETWEEN_TOKENS = 16, 128  # of plain decoding before anything is timed, and behind each profile
+WARM_TOKENS = 16  # of plain decoding before anything is timed
 ANSWERS = 4  # requests of a profile at least, one after another if need be: which guesses are right is drawn for each
 PROMPTS, PROMPT_TOKENS, REPEATS = 8, 96, 2  # of each kind of text, and how often all are answered
 KNOWN = 0.99  # of the tokens are among the ids that drafts look at (DraftPlan.ids)
@@ -222,22 +223,24 @@ def at_once(
         executor_of(llm).draft_as(plans)
         executor_of(llm).capture()
     for batch in batches:
-        run(llm, batch, prompt, WARM_TOKENS, None)
-        plain = run(llm, batch, prompt, NEVER_TOKENS + NEVER_TOKENS // 8, None)
-        found, plains = [], [plain]
-        for profile in PROFILES if "profiles" in parts and (every or batch in BATCHES) else ():
-            draws = [
-                against(llm, batch, prompt, TOKENS, profile, plain, True, seed) for seed in range(-(-ANSWERS // batch))
-            ]
-            found.append(("profiles", profile, draws))
-            plains.append(run(llm, batch, prompt, BETWEEN_TOKENS, None))
+        plainly = partial(run, llm, batch, prompt, guesses=None)
+        plainly(WARM_TOKENS)
+        right = plainly(NEVER_TOKENS + NEVER_TOKENS // 8)
+        found = []
+        if "profiles" in parts and (every or batch in BATCHES):
+            plains = [plainly(TOKENS)]
+            for profile in PROFILES:
+                seeds = range(-(-ANSWERS // batch))
+                draws = [against(llm, batch, prompt, TOKENS, profile, right, True, seed) for seed in seeds]
+                found.append(("profiles", profile, draws, plains))
+                plains.append(plainly(TOKENS))
         if "never" in parts and (every or batch in NEVER_BATCHES):
-            adversary = against(llm, batch, prompt, NEVER_TOKENS, PROFILES[0], plain, honest=False)
-            found.append(("never", PROFILES[0], [adversary]))
-        plains.append(run(llm, batch, prompt, TOKENS, None))
-        apart = logits_apart(llm, batch, prompt, plain)
-        for part, profile, fast in found:
-            numbers = {**row(batch, profile, fast, plains), "logits_apart": apart}
+            before = plainly(NEVER_TOKENS)
+            adversary = against(llm, batch, prompt, NEVER_TOKENS, PROFILES[0], right, honest=False)
+            found.append(("never", PROFILES[0], [adversary], [before, plainly(NEVER_TOKENS)]))
+        apart = logits_apart(llm, batch, prompt, right)
+        for part, profile, fast, plains in found:
+            numbers = {**row(batch, profile, fast, plains, right), "logits_apart": apart}
             record[part].append({"shape": size, "context": prompt, **numbers})
             print(f"{size} at {batch}, {part}: {record[part][-1]['times_plain']:.3f} x plain", file=sys.stderr)
         save()
@@ -245,8 +248,10 @@ def at_once(
     gc.collect()
 
 
-def row(batch: int, profile: Profile, fast: Sequence[Run], plains: Sequence[Run]) -> dict[str, Any]:
-    """A profile's runs beside plain decoding before, between and after all of them; the first has all tokens."""
+def row(batch: int, profile: Profile, fast: Sequence[Run], plains: Sequence[Run], right: Run) -> dict[str, Any]:
+    """A profile's runs beside plain decoding of as many tokens in the same process, since later tokens take longer.
+
+    right: plain decoding of all tokens that any of them may have come to"""
     plain_s = median(run.tokens_per_s for run in plains)
     made, seconds, steps = (sum(getattr(run, name) for run in fast) for name in ("made", "seconds", "steps"))
     return {
@@ -260,7 +265,7 @@ def row(batch: int, profile: Profile, fast: Sequence[Run], plains: Sequence[Run]
         "plain_ms_per_step": 1e3 * batch / plain_s,
         "rows": sum(run.rows * run.steps for run in fast) / steps,
         "ways": [sum(steps) for steps in zip(*(run.ways for run in fast))],
-        "same_tokens": all(a[: len(b)] == b[: len(a)] for run in fast for a, b in zip(run.tokens, plains[0].tokens)),
+        "same_tokens": all(a[: len(b)] == b[: len(a)] for run in fast for a, b in zip(run.tokens, right.tokens)),
     }
 
 

@@ -142,6 +142,16 @@ def memory() -> tuple[int, int]:
     return int(free), int(total)
 
 
+def current() -> int:
+    """The number of this thread's current GPU."""
+    return int(cupy().cuda.Device().id)
+
+
+def use(number: int) -> None:
+    """Makes a GPU the current one of this thread; a new thread begins with the first."""
+    cupy().cuda.Device(number).use()
+
+
 def shared_bytes() -> int:
     """Shared memory that one block may have on the current GPU."""
     return int(cupy().cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"])

@@ -146,6 +146,8 @@ def emulated(order: str = "forward", seed: int = 0) -> Iterator[None]:
         mock.patch.object(device, "memory", lambda: (_MEMORY, _MEMORY)),
         mock.patch.object(device, "pinned", lambda nbytes: np.empty(nbytes, np.uint8)),
         mock.patch.object(device, "Staging", _Staging),
+        mock.patch.object(device, "current", lambda: 0),
+        mock.patch.object(device, "use", lambda number: None),
         mock.patch.object(device, "shared_bytes", lambda: _SHARED),
         mock.patch.object(device, "multiprocessors", lambda: 3),
         mock.patch.object(device, "blocks_together", lambda: 1),  # they run one after another

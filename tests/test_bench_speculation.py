@@ -126,7 +126,7 @@ def quick(pretend, monkeypatch):  # noqa: F811
     monkeypatch.setattr("boleinfer.backend.DRAFT_PLANS", plans)
     monkeypatch.setattr(cuda_executor, "LARGEST_CAPTURED", 16)
     monkeypatch.setattr(pricing, "LARGEST_CAPTURED", 16)
-    few = {"TOKENS": 8, "NEVER_TOKENS": 8, "WARM_TOKENS": 2, "BETWEEN_TOKENS": 4, "NODES": 7}
+    few = {"TOKENS": 8, "NEVER_TOKENS": 8, "WARM_TOKENS": 2, "NODES": 7}
     for name, value in few.items():
         monkeypatch.setattr(bench_speculation, name, value)
     monkeypatch.setattr(bench_speculation, "gpu_provenance", lambda: dict(GPU))
