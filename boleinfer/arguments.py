@@ -127,7 +127,7 @@ class _Check:
 
     def is_present(self, parameter: Parameter, value: Any) -> bool:
         """Whether a pointer has an array; None is right only where the declaration says `or null`."""
-        if value is None and parameter.optional:
+        if value is None and parameter.optional and not parameter.each:
             return False
         if self.arrays.is_array(value):
             return True
@@ -137,7 +137,9 @@ class _Check:
         raise self.fail(parameter, "None" if value is None else f"a {type(value).__name__}", remedy)
 
     def each(self, parameter: Parameter, value: Any) -> list[Any]:
-        """The arrays of an Each."""
+        """The arrays of an Each, which may be None as a whole where the declaration says `or null`."""
+        if value is None and parameter.optional:
+            return []
         if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MOST_EACH:
             arrived = f"a list of {len(value)}" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}"
             raise self.fail(parameter, arrived, f"pass a list of 1 to {MOST_EACH} arrays")
@@ -251,6 +253,8 @@ def _number(value: Any, dtype: np.dtype) -> np.generic | None:
 
 
 def _null(parameter: Parameter) -> np.generic:
+    if parameter.each:
+        return _struct([])
     return np.uint64(0) if parameter.box is None else np.void(bytes(TENSOR_MAP_BYTES))
 
 

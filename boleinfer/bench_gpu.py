@@ -49,7 +49,7 @@ VERIFY_ROWS = (1, 8, 16, 32, 64, 128)
 STEPS, WARM, COMPARED = 64, 8, 16  # timed steps, steps before them, tokens compared with launching one by one
 COMPARED_PROMPT = 64  # tokens of the prompts before those
 HEARD = 8  # requests of which the logits are compared as well
-REPLAYS = 33  # of a graph between two events: as many as a ring of 32 needs to be folded once
+REPLAYS = 32  # of a graph between two events: as many as a ring of 32 needs to be folded once
 ROUNDS = 3
 PROMPT = 1024
 PRODUCT = (4096, 4096, 12288)  # R, Din, Dout of the product that shows what arithmetic gives
@@ -272,7 +272,8 @@ def step_bytes(llm: LLM, batch: int, context: float) -> int:
     """Bytes that a step of one row a request has to read, each once.
 
     Weights without the embedding table (a tied one is the head) and the MTP layer, FP8 ones with their scales, of
-    experts those that so many independent rows choose; states, windows, rings half full, keys and values."""
+    experts those that so many independent rows choose; states, windows but for the row's own place, rings half full,
+    keys and values."""
     c = llm.config
     chosen = 1 - (1 - c.num_experts_per_tok / max(1, c.num_experts)) ** batch
     weights = sum(
@@ -281,8 +282,9 @@ def step_bytes(llm: LLM, batch: int, context: float) -> int:
     )
     state = llm.engine.state
     memory = Memory.of(c, False, state.dtype.itemsize, FLOAT)
-    ring = memory.ring * next(m.ring.g.shape[1] for m in state.layers if isinstance(m, GDNLayer)) / 2
-    return round(weights + batch * (memory.state + memory.conv + ring + memory.kv * context))
+    ring = memory.ring * (next(m.ring.g.shape[1] for m in state.layers if isinstance(m, GDNLayer)) - 1) / 2
+    window = memory.conv * (1 - 1 / c.linear_conv_kernel_dim)
+    return round(weights + batch * (memory.state + window + ring + memory.kv * context))
 
 
 def step_flop(llm: LLM, batch: int) -> int:

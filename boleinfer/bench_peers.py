@@ -166,8 +166,8 @@ def tree_error(made: tuple, trees: Sequence[Tree]) -> float:
     q, k, v = (host(x[name][0, :rows]) for name in "qkv")
     g, beta = gates(host(x["a"][:rows]), host(x["b"][:rows]), host(x["A_log"]), host(x["dt_bias"]))
     S = host(state[:few]).swapaxes(-1, -2)
-    no_k, no_u, no_g = (np.empty((few, 0, *a.shape[1:])) for a in (k, v, g))
-    none = Ring(no_k, no_u, no_g, np.zeros(few, int))
+    no_k, no_u, no_g = (np.empty((few, 1, *a.shape[1:])) for a in (k, v, g))
+    none = Ring(no_k, no_u, no_g)
     forest = Forest.of(list(trees[:few]), [0] * few)
     q = l2_norm(q) * q.shape[-1] ** -0.5
     wanted, _ = gdn(q, l2_norm(k), v, g, beta, S, none, np.arange(few), forest)

@@ -23,7 +23,7 @@ from boleinfer.provenance import gpu_provenance
 from boleinfer.results import output_file, write
 from boleinfer.ring import Ring, fold
 
-SIZE, LAYERS, HV, TAPS = "qwen3.5-9b", 24, 32, 4  # whose step is the measure, and its GDN layers
+SIZE, LAYERS, HV = "qwen3.5-9b", 24, 32  # whose step is the measure, and its GDN layers
 CAPACITIES, REQUESTS = (16, 32, 48, 64), (1, 8, 32)
 TILE = 16  # entries of a ring that are taken together, so what a fill costs changes only with these
 ACCEPTED = ((1, 1), (4, 16))  # tokens that a step commits, and the nodes that it has for it
@@ -67,7 +67,7 @@ def row(
     return {
         **{"B": B, "C": C, "tokens": tokens, "N": nodes, **folded, "step_ms": step},
         "fold_us": folding,
-        "read_us": LAYERS * mean(us for fill, us in read.items() if fill <= C),
+        "read_us": LAYERS * mean(us for fill, us in read.items() if fill < C),
         "share": folding / 1e3 / step,
     }
 
@@ -90,12 +90,12 @@ def read_us(B: int, N: int, read_gb_s: float) -> dict[int, float]:
     """Microseconds of the delta rule of one layer, by entries in the ring."""
     rng = np.random.default_rng(B)
     trees = [random_tree(N, rng) for _ in range(B)]
-    fills = range(TILE, max(CAPACITIES) + 1, TILE)
+    fills = range(TILE - 1, max(CAPACITIES), TILE)
     return {n: gdn_row(Case("tree", HV, trees, max(CAPACITIES), n), read_gb_s)["us"] for n in fills}
 
 
 def fold_us(B: int, C: int) -> dict[str, float]:
-    """Microseconds of the launch that folds, where none of B requests, one, and all have a full ring.
+    """Microseconds of the launch that folds, where of none of B requests, of one, and of all a token fills the ring.
 
     rel_err: of a folded state against float64"""
     device.memory()  # what was held before is given back
@@ -105,37 +105,28 @@ def fold_us(B: int, C: int) -> dict[str, float]:
     kept = [device.download(a[:1, :1])[0, 0].astype(np.float64) for a in (S, *ring[:3])]
     times = {}
     for name, full in (("all_us", range(B)), ("one_us", range(1)), ("none_us", range(0))):
-        length = np.zeros((n, B), np.int32)
-        length[:, list(full)] = C
-        held = Ring(*ring[:3], device.upload(length.reshape(-1)))
-        launches = [fold_launch(S, held, np.arange(i * B, (i + 1) * B)) for i in range(n)]
+        committed = np.where(np.isin(np.arange(B), full), C - 1, C)
+        launches = [fold_launch(S, ring, np.arange(i * B, (i + 1) * B), committed) for i in range(n)]
         if name == "all_us":
             error = relative_error(device.download(S[:1, :1])[0, 0].astype(np.float64), fold(*kept))
-        device.write(held.length, length.reshape(-1))  # the commits that were recorded have changed it
         times[name] = timing.calls_us([launch.again for launch in launches] * max(1, 16 // n))
     return {**times, "rel_err": error}
 
 
 def rings(slots: int, C: int) -> Ring:
-    """Rings of all layers, without their lengths."""
+    """Rings of all layers."""
     HK, WIDTH = bench_tree.HK, bench_tree.WIDTH
     g = -np.exp(np.random.default_rng(2).uniform(-6, 1, (LAYERS, slots, C, HV)))
     k = random((LAYERS, slots, C, HK, WIDTH), WIDTH**-0.5, 1)
     u = random((LAYERS, slots, C, HV, WIDTH), 0.1, 2, np.float32)
-    return Ring(k, u, device.upload(g.astype(np.float32)), None)
+    return Ring(k, u, device.upload(g.astype(np.float32)))
 
 
-def fold_launch(S: Array, ring: Ring, slots: np.ndarray) -> timing.Launch:
-    """The first launch of a commit of one row of each request, which is made."""
-    HK, WIDTH = bench_tree.HK, bench_tree.WIDTH
-    B, channels = len(slots), 2 * HK * WIDTH + HV * WIDTH
-    x, k = random((B, channels), 1.0, 4), random((B, HK, WIDTH), WIDTH**-0.5, 5)
-    u, g = random((B, HV, WIDTH), 0.1, 6, np.float32), device.upload(np.full((B, HV), -0.1, np.float32))
-    forest = Forest.of([Tree.chain([0])] * B, [0] * B)
-    paths = upload_paths(forest, [np.asarray([b]) for b in range(B)])
-    window = random((LAYERS, S.shape[1], TAPS - 1, channels), 1.0, 7)
+def fold_launch(S: Array, ring: Ring, slots: np.ndarray, committed: np.ndarray) -> timing.Launch:
+    """The launch of a commit of a row of each request behind so many tokens, which is made. The ring has the row."""
+    forest = Forest.of([Tree.chain([0])] * len(slots), committed)
+    paths, slot = upload_paths(forest, list(np.arange(len(slots))[:, None])), device.upload(slots.astype(np.int32))
     with timing.recorded() as launches:
-        each = [x] * LAYERS, [k] * LAYERS, [u] * LAYERS, [g] * LAYERS
-        commit(window, S, ring, *each, device.upload(slots.astype(np.int32)), upload(forest), paths)
-    (folds,) = [launch for launch in launches if launch.name == "gdn_fold"]
+        commit(None, S, ring, [], [], [], [], slot, upload(forest), paths)
+    (folds,) = launches
     return folds

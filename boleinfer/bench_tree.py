@@ -143,11 +143,11 @@ def random_tree(nodes: int, rng: np.random.Generator) -> Tree:
 def core(
     qkvz: Array, ba: Array, taps: Array, A_log: Array, dt_bias: Array, norm: Array, window: Array, S: Array,
     ring: Ring, slot: Array, forest: Forest | DeviceForest,
-) -> tuple[Array, Array]:  # fmt: skip
-    """The gated output and u, both [R, Hv, V]."""
+) -> tuple[Array, Array | None]:  # fmt: skip
+    """The gated output and u, both [R, Hv, V]; None: u lies in the ring."""
     sizes = HK, WIDTH, len(A_log), WIDTH
-    y, _, u, _ = gdn_core(qkvz, ba, taps, A_log, dt_bias, norm, EPS, window, S, ring, slot, forest, sizes)
-    return y, u
+    y, factors = gdn_core(qkvz, ba, taps, A_log, dt_bias, norm, EPS, window, S, ring, slot, forest, sizes)
+    return y, factors and factors[1]
 
 
 def gdn_row(case: Case, read_gb_s: float) -> Arrays:
@@ -165,12 +165,13 @@ def gdn_row(case: Case, read_gb_s: float) -> Arrays:
         slot = device.upload(np.arange(i * B, (i + 1) * B, dtype=np.int32))
         calls.append(functools.partial(op, **rows[i], **fixed, **held, slot=slot, forest=forest))
     embedding(device.upload(np.zeros(1, np.int32)), device.upload(np.ones((1, 8), np.float32)))  # begins a pass
-    found = calls[0]()
+    o, u = calls[0]()
+    found = o, held["ring"].u[:B, case.filled] if u is None else u
     written = sum(out.nbytes for out in found)
     nbytes = size(rows[0], case) + size(fixed, case) + size(held, case) // n + written
+    error, error_u = errors(case, op, rows[0], fixed, held, found)
     made = timed({"op": case.op, "Hv": Hv, "B": B, "N": N, "ring": case.filled}, calls, nbytes, read_gb_s)
-    made["rel_err"], made["rel_err_u"] = errors(case, op, rows[0], fixed, held, found)
-    return made
+    return made | {"rel_err": error, "rel_err_u": error_u}
 
 
 def rows_of_gdn(Hv: int, R: int, stream: int) -> Arrays:
@@ -208,16 +209,16 @@ def memory(case: Case, slots: int, window: bool) -> Arrays:
         random((slots, C, HK, WIDTH), WIDTH**-0.5, 1),
         random((slots, C, Hv, V), 0.1, 2, np.float32),
         device.upload(-np.exp(rng.uniform(-6, 1, (slots, C, Hv))).astype(np.float32)),
-        device.upload(np.full(slots, case.filled, np.int32)),
     )
     held = {"S": random((slots, Hv, WIDTH, V), 0.1, 3, np.float32), "ring": ring}
-    return held | ({"window": random((slots, TAPS - 1, 2 * HK * WIDTH + Hv * V), 1.0, 4)} if window else {})
+    return held | ({"window": random((slots, TAPS, 2 * HK * WIDTH + Hv * V), 1.0, 4)} if window else {})
 
 
 def size(arrays: Arrays, case: Case) -> int:
-    """Bytes that have to be read of them: of a ring what is filled, and all of everything else."""
-    ring = sum(a.nbytes * case.filled // case.ring for a in arrays["ring"][:3]) if "ring" in arrays else 0
-    return ring + sum(a.nbytes for name, a in arrays.items() if name != "ring")
+    """Bytes that have to be read of them: of a ring what is filled, of a window all but the row's own place."""
+    ring = sum(a.nbytes * case.filled // case.ring for a in arrays["ring"]) if "ring" in arrays else 0
+    window = arrays["window"].nbytes * (TAPS - 1) // TAPS if "window" in arrays else 0
+    return ring + window + sum(a.nbytes for name, a in arrays.items() if name not in ("ring", "window"))
 
 
 def errors(case: Case, op: Callable, rows: Arrays, fixed: Arrays, held: Arrays, found: Any) -> list[float]:

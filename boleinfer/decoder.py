@@ -45,7 +45,7 @@ class Decoder:
 
         watch: called with the number of each layer and its output [R, D], before it is added to the stream
         Returns the hidden rows after the final norm [R, D], and per layer what the rows would add to the state
-        (None at attention layers, whose rows already lie in scratch places of the KV pages)."""
+        (None where they lie in scratch places of it already: at attention layers, and as gdn_core says)."""
         c, eps = self.config, self.config.rms_norm_eps
         token, position, factor = batch.forest.token, batch.forest.position, c.rope.attention_factor
         table = self.weights["embed_tokens"]

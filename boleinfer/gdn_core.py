@@ -31,11 +31,12 @@ def gdn_core(
     slot: Array,
     forest: Forest | DeviceForest,
     sizes: Sizes,
-) -> tuple[Array, Array, Array, Array]:
+) -> tuple[Array, tuple[Array, Array, Array] | None]:
     """The gated output y [R, Hv, V] of all rows, and their factors k [R, Hk, K], u [R, Hv, V] and g [R, Hv].
 
-    norm: [V], the gain of the gated norm; all else as in gdn_inputs and gdn. The memory is not written.
-    On the GPU a forest of `single` rows, or of few rows a request, is one launch, with the bits of the three."""
+    norm: [V], the gain of the gated norm; all else as in gdn_inputs and gdn. What is committed is not written.
+    On the GPU a forest of `single` rows, or of few rows a request, is one launch, with the bits of the three. Single
+    rows leave factors and inputs where they belong once they are committed, in ring and window: None is returned."""
     if isinstance(forest, DeviceForest):
         few = not forest.single and gdn_few.takes(qkvz, taps, ring, forest, sizes)
         if forest.single or few:
@@ -44,7 +45,7 @@ def gdn_core(
     z = qkvz[:, 2 * Hk * K + Hv * V :].reshape(-1, Hv, V)
     q, k, v, g, beta = gdn_inputs(qkvz, ba, taps, A_log, dt_bias, window, slot, forest, sizes)
     o, u = gdn(q, k, v, g, beta, S, ring, slot, forest)
-    return gated_rms_norm(o, z, norm, eps), k, u, g
+    return gated_rms_norm(o, z, norm, eps), (k, u, g)
 
 
 # ---- the GPU ---------------------------------------------------------------------------------------------------------
@@ -68,19 +69,23 @@ def _launch(
     slot: Array,
     forest: DeviceForest,
     sizes: Sizes,
-) -> tuple[Array, Array, Array, Array]:
+) -> tuple[Array, tuple[Array, Array, Array] | None]:
     """few: by gdn_few; else each request has one row at most."""
     (Hk, K, Hv, V), R, B, C = sizes, len(qkvz), len(slot), ring.k.shape[1]
     if K not in WIDTHS or V not in WIDTHS or C > CHUNK:
         raise KernelError(f"gdn: K={K}, V={V}, a ring of {C}; the GPU takes K, V in {WIDTHS} and rings up to {CHUNK}")
-    y, k = device.empty((R, Hv, V), qkvz.dtype), device.empty((R, Hk, K), qkvz.dtype)
-    u, g = device.empty((R, Hv, V), np.float32), device.empty((R, Hv), np.float32)
+    y = device.empty((R, Hv, V), qkvz.dtype)
     args = {"qkvz": qkvz, "ba": ba, "taps": taps, "A_log": A_log, "dt_bias": dt_bias, "norm": norm, "window": window}
-    args |= {"S": S, "ring_k": ring.k, "ring_u": ring.u, "ring_g": ring.g, "length": ring.length, "slot": slot}
-    args |= {"start": forest.start, "y": y, "k": k, "u": u, "g": g, "Hk": Hk, "Hv": Hv, "C": C, "B": B, "eps": eps}
+    args |= {"S": S, "ring_k": ring.k, "ring_u": ring.u, "ring_g": ring.g, "slot": slot, "eps": eps}
+    args |= {"start": forest.start, "committed": forest.committed, "y": y, "Hk": Hk, "Hv": Hv, "C": C, "B": B}
+    if few:
+        k, u = device.empty((R, Hk, K), qkvz.dtype), device.empty((R, Hv, V), np.float32)
+        g = device.empty((R, Hv), np.float32)
+        gdn_few.launch(args | {"k": k, "u": u, "g": g}, forest, sizes)
+        return y, (k, u, g)
     if R and B:
-        gdn_few.launch(args, forest, sizes) if few else _launch_single(args, taps.shape[1], sizes)
-    return y, k, u, g
+        _launch_single(args, taps.shape[1], sizes)
+    return y, None
 
 
 def _launch_single(args: dict[str, Any], W: int, sizes: Sizes) -> None:

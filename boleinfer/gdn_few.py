@@ -21,13 +21,13 @@ RING, TAPS = SMALL_RING, 4
 def takes(qkvz: Array, taps: Array, ring: Ring, forest: DeviceForest, sizes: Sizes) -> bool:
     """Whether there is a kernel for these rows."""
     (_, K, _, V), R = sizes, len(qkvz)
-    fits = min(R, forest.most or R) <= ROWS and taps.shape[1] == TAPS and ring.k.shape[1] <= RING
+    fits = 0 < min(R, forest.most or R) <= ROWS and taps.shape[1] == TAPS and ring.k.shape[1] <= RING
     small = qkvz.itemsize == 2 and K == V and K in WIDTHS
     return fits and small and max(_shared(K, *kind[:3]) for kind in BLOCKS) <= device.shared_bytes()
 
 
 def launch(args: dict[str, Any], forest: DeviceForest, sizes: Sizes) -> None:
-    """args: what gdn_token.cu takes."""
+    """args: what gdn_token.cu takes, and k, u and g."""
     (Hk, K, Hv, V), B = sizes, args.pop("B")
     most = device.multiprocessors()
     warps, blocks, held, batch = next((kind for kind in BLOCKS if B * Hv <= kind[1] * most), BLOCKS[-1])

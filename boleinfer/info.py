@@ -137,7 +137,7 @@ def node_bytes(c: ModelConfig, memory: Memory, act: int) -> dict[str, int]:
     """Bytes of one drafted node in one GDN layer until the commit, and of what a copy for each node would be.
 
     factors: k, u and g; conv_inputs: the node's; held: both and z, which lies in the same rows as the inputs
-    state, window: the copies
+    state, window: the copies; a window's has the W-1 inputs that are read
     """
     layers = max(1, c.layer_types.count("linear_attention"))
     factors, inputs = memory.ring // layers, (memory.factors - memory.ring) // layers
@@ -147,7 +147,7 @@ def node_bytes(c: ModelConfig, memory: Memory, act: int) -> dict[str, int]:
         "conv_inputs": inputs,
         "held": factors + inputs + z,
         "state": memory.state // layers,
-        "window": memory.conv // layers,
+        "window": (c.linear_conv_kernel_dim - 1) * inputs,
     }
 
 

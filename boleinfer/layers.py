@@ -27,18 +27,18 @@ Weights = Mapping[str, Any]  # arrays, and on the GPU FP8 matrices
 
 def gated_deltanet(
     r: Residual, w: Weights, c: ModelConfig, memory: GDNLayer, batch: Batch
-) -> tuple[Array, Array, Factors]:
+) -> tuple[Array, Array, Factors | None]:
     """S_n = e^g S_parent + k u^T, u = beta (v - e^g S_parent^T k), o = S_n^T q, for every node of the forest.
 
-    Returns also what the rows would add to the memory."""
+    Returns also what the rows would add to the memory (None: it lies there already, as scratch)."""
     Hk, K, Hv, V = c.linear_num_key_heads, c.linear_key_head_dim, c.linear_num_value_heads, c.linear_value_head_dim
     (qkvz, ba), stream = norm_linear_pair(r, w["in_proj_qkvz"], w["in_proj_ba"])  # [R, 2 Hk K + 2 Hv V], [R, 2 Hv]
     gates, remembered = (w["A_log"], w["dt_bias"]), (memory.window, memory.S, memory.ring)
-    y, k, u, g = gdn_core(
+    y, factors = gdn_core(
         qkvz, ba, w["conv1d"], *gates, w["norm"], c.rms_norm_eps, *remembered, batch.slot, batch.forest, (Hk, K, Hv, V)
-    )  # y, u [R, Hv, V]
+    )  # y [R, Hv, V]
     out = linear(y.reshape(len(y), Hv * V), w["out_proj"])
-    return out, stream, Factors(qkvz[:, : 2 * Hk * K + Hv * V], k, u, g)
+    return out, stream, factors and Factors(qkvz[:, : 2 * Hk * K + Hv * V], *factors)
 
 
 def gated_attention(

@@ -60,7 +60,7 @@ class Memory:
     """Bytes that serving takes beside the weights; the formulas are docs/algorithm.md's.
 
     state:    recurrent state of one request, all GDN layers: Hv K V each
-    conv:     convolution windows of one request: (W-1) (2 Hk K + Hv V) each
+    conv:     convolution windows of one request: W (2 Hk K + Hv V) each
     kv:       keys and values of one token, attention layers and the MTP layer: 2 Hkv Dh each
     ring:     one committed node's k, u and g in all GDN layers
     factors:  what one drafted node adds instead of a state: k, u, g and the convolution inputs
@@ -83,7 +83,7 @@ class Memory:
         ring = gdn * (item * keys + exact * (values + c.linear_num_value_heads))
         return cls(
             state=exact * gdn * values * c.linear_key_head_dim,
-            conv=item * gdn * (c.linear_conv_kernel_dim - 1) * channels,
+            conv=item * gdn * c.linear_conv_kernel_dim * channels,
             kv=item * attention * 2 * c.num_key_value_heads * c.head_dim,
             ring=ring,
             factors=ring + item * gdn * channels,

@@ -83,9 +83,8 @@ def measure(executor: Executor, o: Options, limit_s: float = LIMIT_S) -> CostTab
     short, longer = contexts[0], contexts[1:]
     if gpu:  # a past that nobody wrote must not be NaN
         for layer in [*executor.state.layers, executor.state.mtp]:
-            if isinstance(layer, KVLayer):
-                device.fill(layer.k, 0)
-                device.fill(layer.v, 0)
+            for array in () if layer is None else (layer.k, layer.v) if isinstance(layer, KVLayer) else layer.ring:
+                device.fill(array, 0)
     executor.capture()
     ways = range(1, 1 + len(executor.depths))
     scene = _Scene(executor, o)

@@ -1,4 +1,8 @@
-"""Factors that GDN has committed since a checkpoint: the ring, and how it is folded into the state. Knows no op."""
+"""Factors that GDN has committed since a checkpoint: the ring, and how it is folded into the state. Knows no op.
+
+What a request's checkpoint and ring of C entries hold follows from how many of its tokens are committed, T: the
+checkpoint all before the last multiple of C, the ring the T % C tokens behind it, that of position p at entry p % C.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +14,19 @@ from boleinfer.device import Array
 
 
 class Ring(NamedTuple):
-    """Rows committed since the checkpoint S, per slot: a chain before every tree. Entries 0 .. length-1 are valid.
+    """Rows committed since the checkpoint S, per slot: a chain before every tree. The entries behind it are scratch.
 
     k: [slots, C, Hk, K]; u: [slots, C, Hv, V]; g: [slots, C, Hv]; on the GPU u and g are float32. Those of all layers
        together have the layers as their first axis
-    length: int [slots], shared by all layers
     """
 
     k: Array
     u: Array
     g: Array
-    length: Array
 
-    def filled(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Views of the valid k, u and g of one slot."""
-        c = int(self.length[slot])
+    def filled(self, slot: int, committed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Views of the k, u and g of one slot that are valid when so many tokens are committed."""
+        c = committed % self.k.shape[1]
         return self.k[slot, :c], self.u[slot, :c], self.g[slot, :c]
 
 
@@ -40,14 +42,3 @@ def fold(S: np.ndarray, k: np.ndarray, u: np.ndarray, g: np.ndarray) -> np.ndarr
     faded = u * np.exp((total - gsum).astype(u.dtype))[:, :, None]  # [m, Hv, V]
     added = k.transpose(1, 2, 0)[:, None] @ faded.transpose(1, 0, 2).reshape(Hk, Hv // Hk, m, V)
     return S * np.exp(total.astype(S.dtype))[:, None, None] + added.reshape(Hv, K, V)
-
-
-def ring_after(length: int, m: int, C: int) -> int:
-    """Ring length after committing m rows to a ring of capacity C that holds `length`.
-
-    Rows are appended while they fit; else the ring is folded into the state first, and the rows themselves too
-    when they are more than C.
-    """
-    if length + m <= C:
-        return length + m
-    return m if m <= C else 0

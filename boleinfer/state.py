@@ -48,7 +48,7 @@ class KVLayer:
 
 @dataclass(frozen=True)
 class GDNLayer:
-    """One GDN layer: the last W-1 convolution inputs [slots, W-1, Cc], the checkpoint S [slots, Hv, K, V], the ring."""
+    """One GDN layer: the last convolution inputs [slots, W, Cc], the checkpoint S [slots, Hv, K, V], the ring."""
 
     window: Array
     S: Array
@@ -57,7 +57,7 @@ class GDNLayer:
 
 @dataclass(frozen=True)
 class Factors:
-    """What the rows of one step would add to a GDN layer.
+    """What the rows of one step would add to a GDN layer, where they do not lie there already.
 
     x [R, Cc], convolution inputs; k [R, Hk, K], u [R, Hv, V] and log decay g [R, Hv] of the recurrence
     """
@@ -117,19 +117,16 @@ class State:
             """One piece of memory for n layers (large pages of the system then serve small layers too)."""
             return make((n, *shape), dtype, poison)
 
-        self.ring_length = make((slots,), np.int32)  # one for all layers: they commit the same rows
-        device.fill(self.ring_length, 0)
         gdn_layers = c.layer_types.count("linear_attention")
         attention_layers = len(c.layer_types) - gdn_layers
         page_shape = (page_size, c.num_key_value_heads, c.head_dim)
         self._gdn = GDNLayer(
-            of_layers(gdn_layers, slots, c.linear_conv_kernel_dim - 1, 2 * Hk * K + Hv * V, dtype=dtype),
+            of_layers(gdn_layers, slots, c.linear_conv_kernel_dim, 2 * Hk * K + Hv * V, dtype=dtype),
             of_layers(gdn_layers, slots, Hv, K, V, dtype=exact),
             Ring(
                 of_layers(gdn_layers, slots, ring, Hk, K, dtype=dtype),
                 of_layers(gdn_layers, slots, ring, Hv, V, dtype=exact),
                 of_layers(gdn_layers, slots, ring, Hv, dtype=exact),
-                self.ring_length,
             ),
         )
         pages_of = [of_layers(attention_layers + mtp, pages, *page_shape, dtype=dtype) for _ in ("k", "v")]
@@ -142,7 +139,7 @@ class State:
 
         def gdn_layer() -> GDNLayer:
             i, of = next(recurrent), self._gdn
-            return GDNLayer(of.window[i], of.S[i], Ring(of.ring.k[i], of.ring.u[i], of.ring.g[i], self.ring_length))
+            return GDNLayer(of.window[i], of.S[i], Ring(*(array[i] for array in of.ring)))
 
         self.layers = [gdn_layer() if kind == "linear_attention" else kv_layer() for kind in c.layer_types]
         self.mtp = kv_layer() if mtp else None
@@ -158,7 +155,6 @@ class State:
         if not self.slots.free:
             raise OutOfPlaces(f"all {self.slots.size} state slots are taken")
         place = Place(pages=self.pages.take(self.pages_for(positions)), slot=int(self.slots.take(1)[0]))
-        device.fill(self.ring_length[place.slot : place.slot + 1], 0)
         for layer in self.layers:
             if isinstance(layer, GDNLayer):
                 device.fill(layer.S[place.slot], 0)
@@ -172,7 +168,7 @@ class State:
         if self.poison:
             for layer in [*self.layers, self.mtp]:
                 if isinstance(layer, GDNLayer):
-                    for array in (layer.window, layer.S, layer.ring.k, layer.ring.u, layer.ring.g):
+                    for array in (layer.window, layer.S, *layer.ring):
                         device.fill(array[place.slot], NAN_BYTE)
                 elif layer is not None:
                     for page in place.pages:
@@ -189,7 +185,7 @@ class State:
     def commit(self, batch: Batch, pending: Sequence[Factors | None], paths: Sequence[np.ndarray] | Paths) -> None:
         """Makes one path of each request's tree part of its past; what lies off the paths is forgotten.
 
-        pending: per layer the factors that `forward` returned (None at attention layers)
+        pending: per layer the factors that `forward` returned (None at attention layers, and where they are in place)
         paths:   per request the accepted flat rows from a root down; may be empty
         """
         found = [f for f in pending if f is not None]

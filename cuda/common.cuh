@@ -36,7 +36,7 @@ __device__ __forceinline__ void after_previous() {
 }
 
 // The same for `embedding` and `mtp_inputs`, with which passes over rows begin: kernels behind them may read, before
-// their own after_previous(), what was written before it: the forest, slots, windows, states, rings and their lengths. None
+// their own after_previous(), what was written before it: the forest, slots, windows, states and rings. None
 // of them is launched before the wait here is over. At least one block of every kernel has to wait.
 __device__ __forceinline__ void after_all_previous() {
 #ifdef EMULATED

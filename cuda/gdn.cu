@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 192 ? 1 : 2) gdn
     const Act* ring_k,          // [Slots, C, Hk, K] aligned 16
     const float* ring_u,        // [Slots, C, Hv, V] aligned 16
     const float* ring_g,        // [Slots, C, Hv]
-    const int* length,          // [Slots]
+    const int* committed,       // [B]
     const int* slot,            // [B]
     const int* start,           // [B+1]
     const int* chain,           // [B]
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 192 ? 1 : 2) gdn
     const int unit = blockIdx.x + n * gridDim.x, b = min(unit / (V / Vt) / Hv, B - 1), first = start[b];
     Step s = {first, start[b + 1] - first, chain[b], 0, max(slot[b], 0), b};
     s.h = unit / (V / Vt) % Hv, s.key = s.h / (Hv / Hk) * K, s.value = unit % (V / Vt) * Vt;
-    s.head = n, s.window = window, s.ring = length[s.slot];
+    s.head = n, s.window = window, s.ring = committed[b] % C;
     if (unit >= B * Hv * (V / Vt)) s.rows = -1;
     s.set(0, 0);
     return s;

@@ -134,12 +134,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_few(
     const float* __restrict__ A_log,    // [Hv]
     const float* __restrict__ dt_bias,  // [Hv]
     const float* __restrict__ norm,     // [V] aligned 16
-    const Act* window,                  // [Slots, W-1, 2*Hk*K+Hv*V] aligned 16
+    const Act* window,                  // [Slots, W, 2*Hk*K+Hv*V] aligned 16
     const float* S,                     // [Slots, Hv, K, V] aligned 16
     const Act* ring_k,                  // [Slots, C, Hk, K] aligned 16
     const float* ring_u,                // [Slots, C, Hv, V] aligned 16
     const float* ring_g,                // [Slots, C, Hv]
-    const int* length,                  // [Slots]
+    const int* committed,               // [B]
     const int* slot,                    // [B]
     const int* start,                   // [B+1]
     const int* chain,                   // [B]
@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_few(
 {
   extern __shared__ __align__(16) char memory[];
   Memory& m = *reinterpret_cast<Memory*>(memory);
-  const Found found(start, slot, chain, length, request);
+  const Found found(start, slot, chain, committed, request, C);
   const int key = found.key, h = found.h, first = found.first, rows = found.rows;
   if (rows <= 0) {
     if (h + found.b == 0) after_previous();  // one block has to
@@ -189,10 +189,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_few(
     const int type = i / K, c = i % K;
     cp_async16(m.front.taps[type][c % NEAR][c / NEAR], taps + (channel_of(i / 8) + c % 8) * W, true);
   }
-  const Act* entries = window + (long long)found.slot * (W - 1) * channels;
+  const Act* past = window + (long long)found.slot * W * channels;
 #pragma unroll 1
   for (unsigned i = threadIdx.x; i < (W - 1) * WORDS; i += THREADS) {
-    cp_async16(m.front.inputs[i / WORDS][0] + i % WORDS * 8, entries + i / WORDS * channels + channel_of(i % WORDS), true);
+    const int place = (found.committed + 1 + i / WORDS) % W;  // the oldest input's first
+    cp_async16(m.front.inputs[i / WORDS][0] + i % WORDS * 8, past + place * channels + channel_of(i % WORDS), true);
   }
   copy_rows<0>(m.ring_k[0], tree.held, head.ring_k, Hk * K, tree.filled(0), me);
   cp_async_commit();

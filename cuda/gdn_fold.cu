@@ -1,9 +1,6 @@
-// Where accepted rows go, and the state of all GDN layers where the ring is full. Definition: commit and ring_after in
-// boleinfer/ops/gdn_commit.py. Of a request with m accepted rows and a ring of capacity C that holds `length`: rows are
-// appended while they fit; else the ring is folded into the state first, and the rows themselves too when they are more
-// than C. With m = 0 nothing is written. What is appended, and the length, is up to gdn_append.cu, which runs behind.
-//   S = e^G S + sum_i e^{G - G_i} k_i u_i^T over the ring, then over the rows when m > C
-//   at = the ring entry where the first row goes, -1 where none goes there
+// The state of all GDN layers where accepted rows reach a multiple of C tokens, C being the ring's capacity. Definition: commit
+// in boleinfer/ops/gdn_commit.py. With m = 0 nothing is written; rows behind that multiple are up to gdn_append.cu.
+//   S = e^G S + sum_i e^{G - G_i} k_i u_i^T over the ring, then over the rows up to there
 // Taken in pieces of PIECE entries, the latest first, so that what comes after an entry is known; G in float64.
 //
 // grid: as many blocks as fit, since there is seldom anything to fold: a block owns every gridDim.x-th slice of Vt columns
@@ -16,12 +13,12 @@
 
 constexpr int PIECE = 32;
 
-// What a head folds: the filled entries of its ring, then `rows` accepted rows.
+// What a head folds: entries of its ring, then accepted rows.
 struct Source {
   const Act *ring_k, *k;      // of the head: entry 0, row 0
   const float *ring_u, *u, *ring_g, *g;
   const int* row;             // accepted
-  int ring, rows, Hk, Hv;
+  int ring, rows, Hk, Hv;     // how many of both
 };
 
 struct Piece {
@@ -49,7 +46,7 @@ __device__ __forceinline__ void add_piece(Piece& piece, const Source& from, int 
     piece.kept[me.lane] = expf(float(later + (after - own)));
   }
   later += __shfl_sync(ALL_LANES, after, 0);
-  gather(piece.keys, (n + TILE - 1) / TILE * TILE, from.k, me, [&](int i) -> const Act* {
+  gather(piece.keys, (n + TILE - 1) / TILE * TILE, from.ring_k, me, [&](int i) -> const Act* {
     if (i >= n) return nullptr;
     const long long e = first + i, held = from.ring;
     return e < held ? from.ring_k + e * from.Hk * K : from.k + (long long)from.row[e - held] * from.Hk * K;
@@ -111,15 +108,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn_fold(
     const Act* ring_k,                            // [Layers, Slots, C, Hk, K] aligned 16
     const float* ring_u,                          // [Layers, Slots, C, Hv, V] aligned 16
     const float* ring_g,                          // [Layers, Slots, C, Hv]
-    const __grid_constant__ Each<const Act> k,    // [R, Hk, K] aligned 16; of each layer
-    const __grid_constant__ Each<const float> u,  // [R, Hv, V] aligned 16; of each layer
-    const __grid_constant__ Each<const float> g,  // [R, Hv] of each layer
-    const int* length,                            // [Slots]
+    const __grid_constant__ Each<const Act> k,    // [R, Hk, K] aligned 16; of each layer, or null: rows lie in the ring
+    const __grid_constant__ Each<const float> u,  // [R, Hv, V] aligned 16; of each layer, or null
+    const __grid_constant__ Each<const float> g,  // [R, Hv] of each layer, or null
+    const int* committed,                         // [B]
     const int* slot,                              // [B]
     const int* start,                             // [B+1]
     const int* row,                               // [R]
     const int* count,                             // [B]
-    int* at,                                      // [B]
     int B,
     int Layers,
     int Slots,
@@ -129,14 +125,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn_fold(
 {
   __shared__ __align__(16) Piece piece;
   __shared__ int full[THREADS], of_warp[WARPS];  // requests to fold, by rising number, and how many each warp found
-  const int mine = min(int(threadIdx.x), B - 1), first = slot[mine] < 0 ? 0 : length[slot[mine]];  // most often all
+  const int first = committed[min(int(threadIdx.x), B - 1)] % C;  // most often all
   const int slices = V / Vt * Hv * Layers, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   after_previous();
   for (int from = 0; from < B; from += THREADS) {
     const int b = from + threadIdx.x, m = b < B ? count[b] : 0;
-    const int held = m <= 0 ? 0 : from == 0 ? first : length[slot[b]];
-    const bool overflows = m > 0 && held + m > C;
-    if (b < B && blockIdx.x == 0) at[b] = m > C ? -1 : overflows ? 0 : held;
+    const bool overflows = m > 0 && (from == 0 ? first : committed[b] % C) + m >= C;
     if (!__syncthreads_or(overflows)) continue;
     const unsigned lanes = __ballot_sync(ALL_LANES, overflows);
     if (lane == 0) of_warp[warp] = __popc(lanes);
@@ -151,11 +145,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn_fold(
     __syncthreads();
     for (int i = blockIdx.x; i < found * slices; i += gridDim.x) {
       const int v0 = i % (V / Vt) * Vt, h = i / (V / Vt) % Hv, layer = i / (V / Vt * Hv) % Layers, hk = h / (Hv / Hk);
-      const int own = full[i / slices], m = count[own], held = length[slot[own]];
+      const int own = full[i / slices], held = committed[own] % C, all = (held + count[own]) / C * C;
+      const int ring = k[0] ? held : all;
       const long long s = (long long)layer * Slots + slot[own], entry = s * C;
       const Source source = {ring_k + (entry * Hk + hk) * K, k[layer] + hk * K, ring_u + (entry * Hv + h) * V,
-                             u[layer] + h * V, ring_g + entry * Hv + h, g[layer] + h, row + start[own], held,
-                             m > C ? m : 0, Hk, Hv};
+                             u[layer] + h * V, ring_g + entry * Hv + h, g[layer] + h, row + start[own], ring,
+                             all - ring, Hk, Hv};
       fold(piece, source, S + (s * Hv + h) * K * V + v0, v0);
     }
     __syncthreads();

@@ -16,7 +16,7 @@
 
 constexpr int MOST_ROWS = 32;  // of a block
 
-// A row's inputs by taps, the oldest first: entries of the window, then rows of the forest. Without a request, its own.
+// A row's inputs by taps, the oldest first: places of the window, then rows of the forest. Without a request, its own.
 struct Sources {
   const Act* of[MOST_ROWS][W];
   bool used[MOST_ROWS];
@@ -62,8 +62,9 @@ extern "C" __global__ void __launch_bounds__(128, W > 4 ? 4 : 8) gdn_inputs(
     const float* __restrict__ taps,     // [2*Hk*K+Hv*V, W] aligned 16
     const float* __restrict__ A_log,    // [Hv]
     const float* __restrict__ dt_bias,  // [Hv]
-    const Act* window,                  // [Slots, W-1, 2*Hk*K+Hv*V]
+    const Act* window,                  // [Slots, W, 2*Hk*K+Hv*V]
     const int* slot,                    // [B]
+    const int* committed,               // [B]
     const int* parent,                  // [R]
     const int* request,                 // [R] -1 at an unused row
     Act* q,                             // [R, Hk, K]
@@ -94,11 +95,12 @@ extern "C" __global__ void __launch_bounds__(128, W > 4 ? 4 : 8) gdn_inputs(
   const int Cc = 2 * Hk * K + Hv * V, Ldx = Cc + Hv * V;
   for (int i = threadIdx.x; i < rows; i += blockDim.x) {
     const int b = request[first + i];
-    const Act* past = window + ((b < 0 ? 0ll : slot[b]) * (W - 1) + (W - 1)) * Cc;  // behind its last entry
-    int at = first + i;
+    const Act* past = window + (b < 0 ? 0ll : slot[b]) * W * Cc;
+    int at = first + i, place = b < 0 ? 0 : committed[b] % W;
 #pragma unroll
     for (int j = W - 1; j >= 0; j--) {
-      sources.of[i][j] = at >= 0 ? qkvz + (long long)at * Ldx : past -= Cc;
+      if (at < 0) place = (place + W - 1) % W;
+      sources.of[i][j] = at >= 0 ? qkvz + (long long)at * Ldx : past + place * Cc;
       if (b >= 0 && at >= 0) at = parent[at];
     }
     sources.used[i] = b >= 0;

@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_small(
     const Act* ring_k,          // [Slots, C, Hk, K] aligned 16
     const float* ring_u,        // [Slots, C, Hv, V] aligned 16
     const float* ring_g,        // [Slots, C, Hv]
-    const int* length,          // [Slots]
+    const int* committed,       // [B]
     const int* slot,            // [B]
     const int* start,           // [B+1]
     const int* chain,           // [B]
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, Blocks) gdn_small(
 {
   extern __shared__ __align__(16) char memory[];
   Memory& m = *reinterpret_cast<Memory*>(memory);
-  const Found found(start, slot, chain, length, request);
+  const Found found(start, slot, chain, committed, request, C);
   const int key = found.key, h = found.h;
   if (found.rows <= 0) {
     if (h + found.b == 0) after_previous();  // one block has to

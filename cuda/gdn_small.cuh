@@ -68,24 +68,23 @@ struct Tree {
 // A block's value head h of key head `key` of request b, from `column` on. Each warp finds it for itself: what can be asked for
 // at once is, a lane each. Behind a shuffle a load cannot be put off to where it is needed.
 struct Found {
-  int key, h, column, b, first, rows, slot, ring;
+  int key, h, column, b, first, rows, slot, committed, ring;
   bool path;
   unsigned used[WINDOWS];
 
-  __device__ __forceinline__ Found(const int* start, const int* slots, const int* chain, const int* length,
-                                   const int* request) {
-    const int own = blockIdx.y * gridDim.x + blockIdx.x, lane = threadIdx.x % WARP, what = lane % 4;
+  __device__ __forceinline__ Found(const int* start, const int* slots, const int* chain, const int* tokens,
+                                   const int* request, int C) {
+    const int own = blockIdx.y * gridDim.x + blockIdx.x, lane = threadIdx.x % WARP, what = lane % 8;
     key = blockIdx.y, h = own / (V / Vt), column = own % (V / Vt) * Vt, b = blockIdx.z;
-    const int found = (what < 2 ? start + what : what == 2 ? slots : chain)[b];
+    const int found = (what < 2 ? start + what : what == 2 ? slots : what == 3 ? chain : tokens)[b];
     const auto told = [&](int lane) { return __shfl_sync(ALL_LANES, found, lane); };
     first = told(0), rows = told(1) - first, slot = max(told(2), 0), path = told(3);
-    const int entries = length[slot];
+    committed = told(4), ring = committed % C;
     int of[WINDOWS];
 #pragma unroll
     for (int w = 0; w < WINDOWS; w++) of[w] = request[rows > 0 ? first + min(lane + w * ROWS, rows - 1) : 0];
 #pragma unroll
     for (int w = 0; w < WINDOWS; w++) used[w] = __ballot_sync(ALL_LANES, lane + w * ROWS < rows && of[w] == b);
-    ring = __shfl_sync(ALL_LANES, entries, 0);
   }
 
   __device__ __forceinline__ Tree tree(int Hk, int Hv) const {

@@ -1,7 +1,7 @@
 // All that a gated DeltaNet layer does between its projections, for requests with a single row each: plain decoding, of few
 // (gdn_tokens.cu: of many). Definition: gdn_core in boleinfer/gdn_core.py, which is
 //   q, k, v, g, beta = gdn_inputs,  o, u = gdn,  y = gated_rms_norm
-// of which it has the bits. k, u and g are kept for the commit. How: gdn_token.cuh.
+// of which it has the bits. Inputs, k, u and g go to window and ring, behind what is committed. How: gdn_token.cuh.
 //
 // What is remembered (state, ring, window) is on its way, in registers, before the previous kernel is done
 // (after_all_previous in common.cuh).
@@ -21,18 +21,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, HALF ? 2 : 1) gdn_token(
     const float* __restrict__ A_log,    // [Hv]
     const float* __restrict__ dt_bias,  // [Hv]
     const float* __restrict__ norm,     // [V] aligned 16
-    const Act* window,                  // [Slots, W-1, 2*Hk*K+Hv*V] aligned 16
+    Act* window,                        // [Slots, W, 2*Hk*K+Hv*V] aligned 16
     const float* S,                     // [Slots, Hv, K, V] aligned 16
-    const Act* ring_k,                  // [Slots, C, Hk, K] aligned 16
-    const float* ring_u,                // [Slots, C, Hv, V] aligned 16
-    const float* ring_g,                // [Slots, C, Hv]
-    const int* length,                  // [Slots]
+    Act* ring_k,                        // [Slots, C, Hk, K] aligned 16
+    float* ring_u,                      // [Slots, C, Hv, V] aligned 16
+    float* ring_g,                      // [Slots, C, Hv]
+    const int* committed,               // [B]
     const int* slot,                    // [B]
     const int* start,                   // [B+1] request b's row is start[b], where it has one
     Act* y,                             // [R, Hv, V] aligned 16
-    Act* k,                             // [R, Hk, K] aligned 16
-    float* u,                           // [R, Hv, V] aligned 16
-    float* g,                           // [R, Hv]
     int Hk,
     int Hv,
     int C,
@@ -46,9 +43,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, HALF ? 2 : 1) gdn_token(
     if (blockIdx.x + blockIdx.y + blockIdx.z == 0) after_previous();  // one block has to
     return;
   }
-  const Layer layer = {qkvz, ba, taps, A_log, dt_bias, norm, window, ring_k, ring_u, ring_g, y, k, u, g, Hk, Hv, C, eps};
+  const Layer layer = {qkvz, ba, taps, A_log, dt_bias, norm, window, ring_k, ring_u, ring_g, y, Hk, Hv, C, eps};
   const int own = slot[b], h = blockIdx.y * gridDim.x + blockIdx.x;
-  const Head head = {start[b], own, int(blockIdx.y), h, length[own], blockIdx.x == 0};
+  const Head head = {start[b], own, int(blockIdx.y), h, committed[b], committed[b] % C, blockIdx.x == 0};
   const Member me;
 
   Pack<float, 4> state[EACH][EACH_KEYS];

@@ -23,19 +23,20 @@ struct Shared {
 struct Layer {
   const Act* qkvz;
   const float *ba, *taps, *A_log, *dt_bias, *norm;
-  const Act *window, *ring_k;
-  const float *ring_u, *ring_g;
-  Act *y, *k;
-  float *u, *g;
+  Act *window, *ring_k;
+  float *ring_u, *ring_g;
+  Act* y;
   int Hk, Hv, C;
   float eps;
 };
 
-// A value head h of a request and its key head; the request's row, slot, and filled entries of its ring. The key head's
-// first value head leads: k is its to write.
+// A value head h of a request and its key head; the request's row and slot, how many tokens are committed, and how many of
+// them are in its ring. The key head's first value head leads: k and its inputs, and those of q, are its to write.
 struct Head {
-  int row, slot, key_head, h, ring;
+  int row, slot, key_head, h, committed, ring;
   bool leads;
+
+  __device__ __forceinline__ long long entry(const Layer& l) const { return (long long)slot * l.C + ring; }  // the row's
 };
 
 // A thread's part of a head's ring, in registers.
@@ -75,10 +76,11 @@ struct HeldRing {
 };
 
 // y = silu(conv) of a head of WIDTH channels, by one warp. Taps and window are on their way before the previous kernel is
-// done; `row` and `window` begin with the head, `pitch` is that of the window's entries, `more` is read with the row.
+// done; `row` and `window` begin with the head, `pitch` is that of the window's places, `position` the row's, `more` is read
+// with the row. keeps: whether the row goes to its place in the window, which nobody reads yet.
 template <int WIDTH, class More>
 __device__ __forceinline__ void convolve_row(float (&y)[Share<WIDTH, NEAR>::EACH][NEAR], float* own_taps, const float* taps,
-                                             const Act* window, int pitch, const Act* row, More more) {
+                                             Act* window, int pitch, unsigned position, bool keeps, const Act* row, More more) {
   Pack<Act, NEAR> x[W][Share<WIDTH, NEAR>::EACH];
   Share<WIDTH, NEAR>().each([&](int, int c) {
     if (threadIdx.x % WARP >= Share<WIDTH, NEAR>::LANES) return;  // has the channels of another lane
@@ -87,10 +89,13 @@ __device__ __forceinline__ void convolve_row(float (&y)[Share<WIDTH, NEAR>::EACH
   });
   cp_async_commit();
 #pragma unroll
-  for (int j = 0; j < W - 1; j++) read_inputs<WIDTH, NEAR>(x[j], window + j * pitch);
+  for (int j = 0; j < W - 1; j++) read_inputs<WIDTH, NEAR>(x[j], window + (position + 1 + j) % W * pitch);
   after_previous();
   read_inputs<WIDTH, NEAR>(x[W - 1], row);
   more();
+  if (keeps && threadIdx.x % WARP < Share<WIDTH, NEAR>::LANES) {
+    Share<WIDTH, NEAR>().each([&](int e, int c) { write<NEAR>(window + position % W * pitch + c, x[W - 1][e]); });
+  }
   cp_async_wait<0>();
   __syncwarp();
   convolve<WIDTH, NEAR>(y, x, [&](int e) { return load<NEAR * W>(own_taps + Share<WIDTH, NEAR>().channel(e) * W); });
@@ -106,17 +111,18 @@ struct Value {
 __device__ __forceinline__ void begin_row(Shared& m, Value& value, const Layer& l, const Head& head, int role) {
   const int channels = 2 * l.Hk * K + l.Hv * V, lane = threadIdx.x % WARP;
   const Act* inputs = l.qkvz + (long long)head.row * (channels + l.Hv * V);
-  const Act* window = l.window + (long long)head.slot * (W - 1) * channels;
+  Act* window = l.window + (long long)head.slot * W * channels;
   const float* gates = l.ba + 2ll * head.row * l.Hv + head.h;
   if (role < 2) {
     const int first = (role * l.Hk + head.key_head) * K;
     float x[Share<K, NEAR>::EACH][NEAR];
-    convolve_row<K>(x, m.taps + role * K * W, l.taps + first * W, window + first, channels, inputs + first, [] {});
+    convolve_row<K>(x, m.taps + role * K * W, l.taps + first * W, window + first, channels, head.committed, head.leads,
+                    inputs + first, [] {});
     give_length<K, NEAR>(x, role == 0 ? 1.0f / sqrtf(K) : 1.0f);
     if (lane < Share<K, NEAR>::LANES) {
       write_head<K, NEAR>(m.x[role], x);
       if (role == 1 && head.leads) {
-        write_head<K, NEAR>(l.k + ((long long)head.row * l.Hk + head.key_head) * K, x);
+        write_head<K, NEAR>(l.ring_k + (head.entry(l) * l.Hk + head.key_head) * K, x);
       }
     }
   } else if (role == 2) {
@@ -125,10 +131,12 @@ __device__ __forceinline__ void begin_row(Shared& m, Value& value, const Layer& 
     Pack<Act, NEAR> z[Share<V, NEAR>::EACH];
     float v[Share<V, NEAR>::EACH][NEAR];
     Share<V, NEAR>().each([&](int e, int c) { gain[e] = load<NEAR>(l.norm + c); });
-    convolve_row<V>(v, m.taps + 2 * K * W, l.taps + first * W, window + first, channels, inputs + first, [&] {
+    const auto more = [&] {
       read_inputs<V, NEAR>(z, inputs + channels + head.h * V);
       value.beta = sigmoid(gates[0]);
-    });
+    };
+    convolve_row<V>(v, m.taps + 2 * K * W, l.taps + first * W, window + first, channels, head.committed, true,
+                    inputs + first, more);
 #pragma unroll
     for (int i = 0; i < NEAR; i++) value.v.v[i] = from_float<Act>(v[0][i]);
     gate_of(value.gate, gain, z);
@@ -139,7 +147,7 @@ __device__ __forceinline__ void begin_row(Shared& m, Value& value, const Layer& 
     const float A = l.A_log[head.h], bias = l.dt_bias[head.h];
     after_previous();
     const float own_g = log_decay(gates[l.Hv], A, bias);
-    if (lane == 0) l.g[(long long)head.row * l.Hv + head.h] = own_g;
+    if (lane == 0) l.ring_g[head.entry(l) * l.Hv + head.h] = own_g;
     decays.fades(m.row, head.ring, clamped(own_g));
   } else {
     after_previous();
@@ -156,7 +164,7 @@ __device__ __forceinline__ void end_row(const Shared& m, const Value& value, con
 #pragma unroll
   for (int i = 0; i < NEAR; i++) v[i] = to_float(value.v.v[i]);
   solve_row(o[0], factor.v, m.row, v, value.beta, head.ring, own.first);
-  if (used) store<NEAR>(l.u + at + own.first, factor);
+  if (used) store<NEAR>(l.ring_u + (head.entry(l) * l.Hv + head.h) * V + own.first, factor);
 #pragma unroll
   for (int i = 0; i < NEAR; i++) o[0][i] = to_float(from_float<Act>(o[0][i]));
   norm_head<NEAR>(l.y + at, o, value.gate, l.eps, used);

@@ -46,8 +46,8 @@ struct Meeting {
 
 // The heads of a block, one after another: requests with a row, b < B.
 struct Turn {
-  const int *start, *slot, *length;
-  int B, Hv, ratio, b, h;
+  const int *start, *slot, *committed;
+  int B, C, Hv, ratio, b, h;
 
   __device__ __forceinline__ void find() {
     while (b < B && start[b + 1] == start[b]) advance();
@@ -57,8 +57,8 @@ struct Turn {
     b += h / Hv, h %= Hv;
   }
   __device__ __forceinline__ Head head() const {
-    const int own = slot[b], key_head = h / ratio;
-    return {start[b], own, key_head, h, length[own], h == key_head * ratio};
+    const int key_head = h / ratio, T = committed[b];
+    return {start[b], slot[b], key_head, h, T, T % C, h == key_head * ratio};
   }
 };
 
@@ -69,18 +69,15 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARP, HALF ? 2 : 1) gdn_t
     const float* __restrict__ A_log,    // [Hv]
     const float* __restrict__ dt_bias,  // [Hv]
     const float* __restrict__ norm,     // [V] aligned 16
-    const Act* window,                  // [Slots, W-1, 2*Hk*K+Hv*V] aligned 16
+    Act* window,                        // [Slots, W, 2*Hk*K+Hv*V] aligned 16
     const float* S,                     // [Slots, Hv, K, V] aligned 16
-    const Act* ring_k,                  // [Slots, C, Hk, K] aligned 16
-    const float* ring_u,                // [Slots, C, Hv, V] aligned 16
-    const float* ring_g,                // [Slots, C, Hv]
-    const int* length,                  // [Slots]
+    Act* ring_k,                        // [Slots, C, Hk, K] aligned 16
+    float* ring_u,                      // [Slots, C, Hv, V] aligned 16
+    float* ring_g,                      // [Slots, C, Hv]
+    const int* committed,               // [B]
     const int* slot,                    // [B]
     const int* start,                   // [B+1] request b's row is start[b], where it has one
     Act* y,                             // [R, Hv, V] aligned 16
-    Act* k,                             // [R, Hk, K] aligned 16
-    float* u,                           // [R, Hv, V] aligned 16
-    float* g,                           // [R, Hv]
     int Hk,
     int Hv,
     int C,
@@ -90,8 +87,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARP, HALF ? 2 : 1) gdn_t
   extern __shared__ uint4 dynamic[];
   Memory& m = *reinterpret_cast<Memory*>(dynamic);
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-  const Layer layer = {qkvz, ba, taps, A_log, dt_bias, norm, window, ring_k, ring_u, ring_g, y, k, u, g, Hk, Hv, C, eps};
-  Turn turn = {start, slot, length, B, Hv, Hv / Hk, int(blockIdx.x) / Hv, int(blockIdx.x) % Hv};
+  const Layer layer = {qkvz, ba, taps, A_log, dt_bias, norm, window, ring_k, ring_u, ring_g, y, Hk, Hv, C, eps};
+  Turn turn = {start, slot, committed, B, C, Hv, Hv / Hk, int(blockIdx.x) / Hv, int(blockIdx.x) % Hv};
   turn.find();
   if (turn.b >= B) {
     if (blockIdx.x == 0) after_previous();  // one block has to

@@ -68,7 +68,9 @@ class Run:
         slot, found = self.place.slot, []
         for layer in self.state.layers:
             if isinstance(layer, GDNLayer):
-                found += [fold(layer.S[slot], *layer.ring.filled(slot)), layer.window[slot].copy()]
+                W = layer.window.shape[1]
+                recent = layer.window[slot, (self.committed - np.arange(1, W)) % W]
+                found += [fold(layer.S[slot], *layer.ring.filled(slot, self.committed)), recent]
             else:
                 for pages in (layer.k, layer.v):
                     found.append(pages[self.place.pages].reshape(-1, *pages.shape[2:])[: self.committed].copy())

@@ -144,7 +144,7 @@ def test_bytes_of_a_step(pretend):
     weights = llm.model.weights
     expected = sum(w.nbytes for n, w in weights.items() if n != "embed_tokens" and not n.startswith("mtp."))
     alone = bench_gpu.step_bytes(llm, 1, 0)
-    state = 3 * (4 * 4 * 16 * 16 + 2 * 3 * 128 + 16 * (2 * 32 + 4 * 64 + 4 * 4))
+    state = 3 * (4 * 4 * 16 * 16 + 2 * 3 * 128 + 15.5 * (2 * 32 + 4 * 64 + 4 * 4))
     assert alone == expected + state
     assert bench_gpu.step_bytes(llm, 2, 10) == expected + 2 * (state + 10 * 2 * 2 * 2 * 32)
 

@@ -185,8 +185,8 @@ def test_f50_a_failed_step_changes_nothing(tmp_path, gpu, monkeypatch):
         raise MemoryError("injected")
 
     def seen():
-        lengths = device.download(engine.executor._slots.length), device.download(state.ring_length)
-        return [(r.committed, len(r.tokens)) for r in requests], state.pages.free, [a.tolist() for a in lengths]
+        lengths = device.download(engine.executor._slots.length)
+        return [(r.committed, len(r.tokens)) for r in requests], state.pages.free, lengths.tolist()
 
     before = seen()
     with monkeypatch.context() as patch, pytest.raises(MemoryError):

@@ -56,7 +56,7 @@ def _of_others(state: State, running) -> list[bytes]:
     found = []
     for layer in state.layers:
         if isinstance(layer, GDNLayer):
-            of_slots = layer.S, layer.window, layer.ring.k, layer.ring.u, layer.ring.g
+            of_slots = layer.S, layer.window, *layer.ring
             found += [device.download(array)[slots].tobytes() for array in of_slots]
         else:
             found += [device.download(array)[pages].tobytes() for array in (layer.k, layer.v)]

@@ -106,7 +106,7 @@ def test_bytes_of_a_node_are_those_of_the_arrays(name, gpu, monkeypatch):
             "conv_inputs": f.x.nbytes // R,
             "held": (f.k.nbytes + f.u.nbytes + f.g.nbytes + R * f.x.strides[0]) // R,
             "state": layer.S.nbytes,
-            "window": layer.window.nbytes,
+            "window": layer.window[0, 1:].nbytes,
         }
     assert found == node_bytes(full, Memory.of(full, False, act.itemsize, 4), act.itemsize)
     assert found["state"] >= (100 if gpu and Hv > Hk else 84 if gpu else 63) * found["factors"]

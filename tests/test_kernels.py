@@ -414,6 +414,17 @@ def test_arrays_of_layers_are_checked_one_by_one_and_passed_by_value(gpu, tmp_pa
             launch(file, "k", 1, 32, {"x": wrong, "Ld": 8})
 
 
+def test_arrays_of_layers_may_be_none_as_a_whole_where_that_is_declared(gpu, tmp_path, monkeypatch):
+    file, seen = tmp_path / "each.cu", []
+    file.write_text('extern "C" __global__ void k(\n  const __grid_constant__ Each<float> x)  // [R, 4] or null\n{ }\n')
+    monkeypatch.setattr(FakeGpu, "launch_directly", lambda *a: seen.append(a[1:]), raising=False)
+    launch(file, "k", 1, 32, {"x": None})
+    ((_, _, _, _, (value,), *_),) = seen
+    assert value.tobytes() == bytes(8 * 96)
+    with pytest.raises(KernelError, match="x is None"):
+        launch(file, "k", 1, 32, {"x": [aligned((3, 4)), None][1:]})
+
+
 def test_a_matrix_read_in_boxes_is_checked_and_passed_by_value(gpu, tmp_path, monkeypatch):
     file, seen = tmp_path / "boxes.cu", []
     file.write_text(

@@ -167,11 +167,12 @@ def gdn(
     o, u = np.empty_like(v), np.empty_like(v)
     for b, nodes in enumerate(forest.trees):
         rows, s = forest.rows(b), slot[b]
+        past = ring.filled(s, forest.committed[b])
         args = (q[rows], k[rows], v[rows], g[rows], beta[rows])
         if nodes.is_chain and len(nodes) > CHUNK:
-            o[rows], u[rows], _ = chunked(*args, fold(S[s], *ring.filled(s)))
+            o[rows], u[rows], _ = chunked(*args, fold(S[s], *past))
         elif len(nodes):
-            o[rows], u[rows] = tree(*args, S[s], *ring.filled(s), nodes.ancestors)
+            o[rows], u[rows] = tree(*args, S[s], *past, nodes.ancestors)
     return o, u
 
 
@@ -252,8 +253,8 @@ def _launch(
     (R, Hk, K), Hv, C, B = k.shape, v.shape[1], ring.k.shape[1], len(forest.chain)
     o, u = device.empty(v.shape, v.dtype), device.empty(v.shape, np.float32)
     args = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "S": S, "slot": slot, "o": o, "u": u, "Hk": Hk, "Hv": Hv}
-    args |= {"ring_k": ring.k, "ring_u": ring.u, "ring_g": ring.g, "length": ring.length, "C": C}
-    args |= {name: getattr(forest, name) for name in ("start", "chain", "parent", "request", "ancestors")}
+    args |= {"ring_k": ring.k, "ring_u": ring.u, "ring_g": ring.g, "C": C}
+    args |= {name: getattr(forest, name) for name in ("start", "committed", "chain", "parent", "request", "ancestors")}
     grid: int | tuple[int, int, int]
     if rows := small_rows(k, S, ring, forest.most):
         heads = B * Hv / device.multiprocessors()
@@ -296,21 +297,21 @@ def _path_case(T: int, Hk: int, Hv: int, K: int, V: int) -> Case:
 def _forest_case(trees: list[list[int]], C: int, *sizes: int, hard: bool = False) -> Case:
     """A batch for gdn.
 
-    sizes: Hk, Hv, K, V. Slot s holds s % (C+1) ring entries; all that nobody owns or has written is NaN.
+    sizes: Hk, Hv, K, V. Slot s holds -s % C ring entries; all that nobody owns or has written is NaN.
     """
     Hk, Hv, K, V = sizes
 
     def build(rng: np.random.Generator) -> dict[str, Any]:
         slots = len(trees) + 1
-        slot, length = np.arange(slots - 1, 0, -1), np.arange(slots) % (C + 1)
-        forest = Forest.of([Tree.of([0] * len(p), p) for p in trees], [C] * len(trees))
+        slot, length = np.arange(slots - 1, 0, -1), -np.arange(slots) % C
+        forest = Forest.of([Tree.of([0] * len(p), p) for p in trees], C * slots - slot)
         rows, past = (_rows(rng, T, Hk, Hv, K, V, hard) for T in (len(forest), slots * C))
         k, u, g = (past[name].reshape(slots, C, *past[name].shape[1:]) for name in "kvg")
         for array in (k, u, g):
             array[np.arange(C) >= length[:, None]] = np.nan
         S = rng.standard_normal((slots, Hv, K, V))
         S[0] = np.nan
-        return rows | {"S": S, "ring": Ring(k, u, g, length), "slot": slot, "forest": forest}
+        return rows | {"S": S, "ring": Ring(k, u, g), "slot": slot, "forest": forest}
 
     label = f"R={'+'.join(str(len(p)) for p in trees)} C={C} Hk={Hk} Hv={Hv} K={K} V={V}" + " hard" * hard
     wide = ("u", "g", "beta", "S", "ring.u", "ring.g")

@@ -14,7 +14,7 @@ from boleinfer.device_forest import Paths
 from boleinfer.forest import Forest, Tree
 from boleinfer.kernels import KernelError
 from boleinfer.ops import Case
-from boleinfer.ring import Ring, fold, ring_after
+from boleinfer.ring import Ring, fold
 
 
 def commit(
@@ -31,32 +31,34 @@ def commit(
 ) -> None:
     """Commit the accepted rows of each request in all GDN layers, in place, at `slot` only.
 
-    window: [layers, slots, W-1, Cc]; S: [layers, slots, Hv, K, V]; ring: its k, u and g [layers, slots, C, ...]
-    x, k, u, g: of each layer [R, Cc] (rows of a wider matrix), [R, Hk, K], [R, Hv, V] and [R, Hv]
+    window: [layers, slots, W, Cc]; S: [layers, slots, Hv, K, V]; ring: its k, u and g [layers, slots, C, ...]
+    x, k, u, g: of each layer [R, Cc] (rows of a wider matrix), [R, Hk, K], [R, Hv, V] and [R, Hv]. On the GPU of no
+        layer where a request has one row at most, which lies in window and ring already (gdn_core)
     slot: int [B]; forest: Forest or DeviceForest
     paths: B arrays of flat rows from a root downwards, possibly empty (Paths on the GPU)
     """
     if isinstance(paths, Paths):
         return _launch(window, S, ring, x, k, u, g, slot, forest, paths)
     for layer in range(len(S)):
-        of_layer = Ring(ring.k[layer], ring.u[layer], ring.g[layer], ring.length)
-        commit_window(x[layer], window[layer], slot, paths)
-        commit_factors(S[layer], of_layer, k[layer], u[layer], g[layer], slot, paths)
-    advance(ring.length, slot, paths, ring.k.shape[2])
+        of_layer = Ring(ring.k[layer], ring.u[layer], ring.g[layer])
+        commit_window(x[layer], window[layer], slot, forest.committed, paths)
+        commit_factors(S[layer], of_layer, k[layer], u[layer], g[layer], slot, forest.committed, paths)
 
 
-def commit_window(x: np.ndarray, window: np.ndarray, slot: np.ndarray, paths: Sequence[np.ndarray]) -> None:
-    """Keep, in place, the last W-1 inputs of (window ++ accepted rows) of each request.
+def commit_window(
+    x: np.ndarray, window: np.ndarray, slot: np.ndarray, committed: np.ndarray, paths: Sequence[np.ndarray]
+) -> None:
+    """Keep, in place, the last inputs of each request: that of position p at place p % W.
 
-    x:      [R, Cc], the inputs before the convolution
-    window: [slots, W-1, Cc], written at `slot` only
+    x:         [R, Cc], the inputs before the convolution
+    window:    [slots, W, Cc], written at `slot` only
+    committed: int [B], the tokens before the paths, which are the position of their first rows
     slot, paths: as in `commit`; an empty path changes nothing
     """
-    kept = window.shape[1]
-    for s, path in zip(slot, paths):
-        m = min(len(path), kept)
-        if m:
-            window[s] = np.concatenate((window[s, m:], x[path[-m:]]))
+    W = window.shape[1]
+    for s, T, path in zip(slot, committed, paths):
+        position = T + np.arange(len(path))[-W:]
+        window[s, position % W] = x[path[-W:]]
 
 
 def commit_factors(
@@ -66,36 +68,25 @@ def commit_factors(
     u: np.ndarray,
     g: np.ndarray,
     slot: np.ndarray,
+    committed: np.ndarray,
     paths: Sequence[np.ndarray],
 ) -> None:
-    """Commit accepted rows to the ring of one layer by the rule of `ring_after`, in place.
+    """Commit accepted rows to the ring of one layer, in place, and to its checkpoint where they reach a multiple of C.
 
-    S: [slots, Hv, K, V] and ring.k, ring.u, ring.g are written at `slot` only. ring.length is left as it was, for the
-    layers to come: `advance` sets it in the end.
-    k: [R, Hk, K]; u: [R, Hv, V]; g: [R, Hv]; slot, paths: as in `commit`
+    S: [slots, Hv, K, V] and the ring are written at `slot` only
+    k: [R, Hk, K]; u: [R, Hv, V]; g: [R, Hv]; slot, committed, paths: as in `commit_window`
     """
     C = ring.k.shape[1]
-    for s, path in zip(slot, paths):
-        m, first = len(path), int(ring.length[s])
-        if not m:
-            continue
-        if first + m > C:
-            S[s] = fold(S[s], *ring.filled(s))
-            first = 0
-        if m > C:
-            S[s] = fold(S[s], k[path], u[path], g[path])
-        else:
-            here = slice(first, first + m)
-            ring.k[s, here], ring.u[s, here], ring.g[s, here] = k[path], u[path], g[path]
-
-
-def advance(length: np.ndarray, slot: np.ndarray, paths: Sequence[np.ndarray], C: int) -> None:
-    """Ring lengths after all layers have committed, in place, by `ring_after`.
-
-    length: int [slots], written at `slot` only; slot, paths: as in `commit`; C: capacity of the ring
-    """
-    for s, path in zip(slot, paths):
-        length[s] = ring_after(int(length[s]), len(path), C)
+    for s, T, path in zip(slot, committed, paths):
+        after = T % C + len(path)
+        end = after % C  # of the ring
+        kept = min(len(path), end)
+        if after >= C:
+            S[s] = fold(S[s], *ring.filled(s, T))
+            folded = path[: len(path) - kept]
+            S[s] = fold(S[s], k[folded], u[folded], g[folded])
+        here, last = slice(end - kept, end), path[len(path) - kept :]
+        ring.k[s, here], ring.u[s, here], ring.g[s, here] = k[last], u[last], g[last]
 
 
 # ---- the GPU ---------------------------------------------------------------------------------------------------------
@@ -117,35 +108,42 @@ def _launch(
     forest: Any,
     paths: Paths,
 ) -> None:
-    """Folds first, which also says where rows go; lengths change in the second kernel, which no longer reads them."""
+    """Folds first; then nothing reads what the second kernel writes."""
     (layers, slots, Hv, K, V), (Hk, C), (B,) = S.shape, (ring.k.shape[3], ring.k.shape[2]), slot.shape
     if K not in WIDTHS or V not in WIDTHS:
         raise KernelError(f"gdn: K={K}, V={V}; the GPU takes K, V in {WIDTHS}")
-    if not layers or not B or not len(x[0]):
+    if not layers or not B or not len(paths.row):
         return
-    act, at = device.c_type(ring.k), device.empty((B,), np.int32)
-    requests = {"slot": slot, "start": forest.start, "row": paths.row, "count": paths.count, "at": at}
-    requests |= {"length": ring.length, "Slots": slots, "Hk": Hk, "Hv": Hv, "C": C}
-    width = min(V, 32)
-    Cc, half = window.shape[3], 16 // ring.k.itemsize
-    at_once = half * APPENDING, 4 * APPENDING, half * APPENDING, APPENDING
-    grid_of = [-(-width // n) for width, n in zip((Cc, Hv * V, Hk * K, Hv), at_once)]
-    appended = {"Cc": Cc, "Ldx": x[0].strides[0] // x[0].itemsize, "K": K, "V": V, "Pieces": grid_of[0]}
-    slices = V // width * Hv
-    of_append, of_fold = {"W": window.shape[2] + 1, "Act": act}, {"Act": act, "K": K, "V": V, "Vt": width, "Warps": 4}
-    pieces = [slice(first, first + MOST_EACH) for first in range(0, layers, MOST_EACH)]
+    act, width, in_place = device.c_type(ring.k), min(V, 32), not x
+    shared = {"slot": slot, "start": forest.start, "committed": forest.committed, **paths._asdict()}
+    shared |= {"Slots": slots, "Hk": Hk, "Hv": Hv, "C": C}
+    slices, of_fold = V // width * Hv, {"Act": act, "K": K, "V": V, "Vt": width, "Warps": 4}
+    pieces = [slice(first, min(first + MOST_EACH, layers)) for first in range(0, layers, MOST_EACH)]
     for piece in pieces:
-        n = len(k[piece])
-        args = {"k": list(k[piece]), "u": list(u[piece]), "g": list(g[piece]), "S": S[piece], **requests}
-        args |= {"ring_k": ring.k[piece], "ring_u": ring.u[piece], "ring_g": ring.g[piece], "B": B, "Layers": n}
+        n = piece.stop - piece.start
+        args = shared | _of_layers(piece, ring, *((None,) * 3 if in_place else (k, u, g)))
+        args |= {"S": S[piece], "B": B, "Layers": n}
         blocks = min(slices * n * B, _FOLDING * device.multiprocessors())
         kernels.launch("gdn_fold.cu", "gdn_fold", blocks, 128, args, constants=of_fold)
+    if in_place:
+        return
+    Cc, half = window.shape[3], 16 // ring.k.itemsize
+    at_once = half * APPENDING, 4 * APPENDING, half * APPENDING, APPENDING
+    grid = sum(-(-width // n) for width, n in zip((Cc, Hv * V, Hk * K, Hv), at_once))
+    of_append = {"W": window.shape[2], "Act": act}
     for piece in pieces:
-        n = len(k[piece])
-        args = {"x": list(x[piece]), "k": list(k[piece]), "u": list(u[piece]), "g": list(g[piece]), **requests}
-        args |= {"ring_k": ring.k[piece], "ring_u": ring.u[piece], "ring_g": ring.g[piece], "window": window[piece]}
-        grid = sum(grid_of), B, n
-        kernels.launch("gdn_append.cu", "gdn_append", grid, APPENDING, args | appended, constants=of_append)
+        args = shared | _of_layers(piece, ring, k, u, g)
+        args |= {"x": list(x[piece]), "window": window[piece], "Pitch": x[0].strides[0] // (8 * x[0].itemsize)}
+        args |= {"Packs": Cc // 8, "K": K, "V": V}
+        kernels.launch("gdn_append.cu", "gdn_append", (grid, B, len(k[piece])), APPENDING, args, constants=of_append)
+
+
+def _of_layers(
+    piece: slice, ring: Ring, k: Sequence[Array] | None, u: Sequence[Array] | None, g: Sequence[Array] | None
+) -> dict[str, Any]:
+    """Arguments of both kernels, of some layers."""
+    rows = {name: None if of is None else list(of[piece]) for name, of in (("k", k), ("u", u), ("g", g))}
+    return rows | {f"ring_{name}": array[piece] for name, array in ring._asdict().items()}
 
 
 # ---- CASES -----------------------------------------------------------------------------------------------------------
@@ -165,25 +163,25 @@ def _case(
 ) -> Case:
     """The path to the last node of each tree, of every fifth tree none.
 
-    Slot s holds s % (C+1) ring entries; all that nobody owns or has written is NaN.
+    Slot s holds -s % C ring entries; all that nobody owns or has written is NaN.
     """
 
     def build(rng: np.random.Generator) -> dict[str, Any]:
         slots, Cc, R = len(trees) + 1, 2 * Hk * K + Hv * V, sum(map(len, trees))
-        slot, length = np.arange(slots - 1, 0, -1), np.arange(slots) % (C + 1)
-        forest = Forest.of([Tree.of([0] * len(p), p) for p in trees], [C] * len(trees))
+        slot, length = np.arange(slots - 1, 0, -1), -np.arange(slots) % C
+        forest = Forest.of([Tree.of([0] * len(p), p) for p in trees], C * slots - slot)
         past = _rows(rng, layers * slots * C, Hk, Hv, K, V, hard)
         ring_k, ring_u, ring_g = (a.reshape(layers, slots, C, *a.shape[1:]) for a in past)
         for array in (ring_k, ring_u, ring_g):
             array[:, np.arange(C) >= length[:, None]] = np.nan
-        S, window = rng.standard_normal((layers, slots, Hv, K, V)), rng.standard_normal((layers, slots, W - 1, Cc))
+        S, window = rng.standard_normal((layers, slots, Hv, K, V)), rng.standard_normal((layers, slots, W, Cc))
         S[:, 0], window[:, 0] = np.nan, np.nan
         k, u, g = map(list, zip(*(_rows(rng, R, Hk, Hv, K, V, hard) for _ in range(layers))))
         nodes = [t.path(len(t) - 1)[: len(t) * (b % 5 < 4)] for b, t in enumerate(forest.trees)]
         return {
             "window": window,
             "S": S,
-            "ring": Ring(ring_k, ring_u, ring_g, length),
+            "ring": Ring(ring_k, ring_u, ring_g),
             "x": list(rng.standard_normal((layers, R, Cc))),
             "k": k,
             "u": u,

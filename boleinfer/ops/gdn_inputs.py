@@ -31,7 +31,7 @@ def gdn_inputs(
         q = l2(silu(conv(q))) / sqrt(K),  k = l2(silu(conv(k))),  v = silu(conv(v))
 
     qkvz: [R, 2 Hk K + 2 Hv V], q, k, v and z side by side (z is not read); ba: [R, 2 Hv], b and then a
-    taps: [2 Hk K + Hv V, W]; A_log, dt_bias: [Hv]; window: [slots, W-1, 2 Hk K + Hv V]; slot: int [B]
+    taps: [2 Hk K + Hv V, W]; A_log, dt_bias: [Hv]; window: [slots, W, 2 Hk K + Hv V]; slot: int [B]
     sizes: Hk, K, Hv, V
     Returns q, k [R, Hk, K], v [R, Hv, V], g, beta [R, Hv]. On the GPU ba, taps, A_log, dt_bias, g and beta are float32,
     sums too; the others have qkvz's type, to which they are rounded once, and rows without a request stay undefined.
@@ -50,16 +50,19 @@ def causal_conv(x: np.ndarray, w: np.ndarray, window: np.ndarray, slot: np.ndarr
     """silu(conv(x)): each channel is correlated with its own W taps along the node's root path.
 
     y[r, c] = sum_j w[c, j] * input[c] of the (W-1-j)-th ancestor of row r; the last tap meets row r itself. Where the
-    path is shorter than W, the request's window goes on to the left. Equation: HF Qwen3-Next, `causal_conv1d`.
+    path is shorter than W, the request's window goes on to the left: the input of position p lies at place p % W, and
+    zeros are before the first. Only the W-1 places before the root are read. Equation: HF Qwen3-Next, `causal_conv1d`.
 
     x:      [R, Cc] inputs before the convolution
     w:      [Cc, W]
-    window: [slots, W-1, Cc], the last W-1 committed inputs of each slot, oldest first; only rows `slot` are read
+    window: [slots, W, Cc]; only rows `slot` are read
     slot:   int [B]
     Returns [R, Cc] in x's dtype. Nothing is modified.
     """
     Cc, W = w.shape
-    inputs = np.concatenate((window[slot].reshape(-1, Cc), x))  # [B*(W-1) + R, Cc]
+    places = (forest.committed[:, None] + np.arange(1, W)) % W  # [B, W-1], the oldest input first
+    past = window[np.reshape(slot, (-1, 1)), places]  # [B, W-1, Cc]
+    inputs = np.concatenate((past.reshape(-1, Cc), x))  # [B*(W-1) + R, Cc]
     taps = np.ascontiguousarray(w.T)  # [W, Cc]; the layout that loaded weights have already
     *older, current = zip(forest.conv_sources(W), taps)
     y = inputs[current[0]] * current[1]  # [R, Cc]
@@ -118,7 +121,16 @@ def _launch(
             "window": window,
             "slot": slot,
         }
-        args |= {"parent": forest.parent, "request": forest.request, "q": q, "k": k, "v": v, "g": g, "beta": beta}
+        args |= {
+            "parent": forest.parent,
+            "request": forest.request,
+            "committed": forest.committed,
+            "q": q,
+            "k": k,
+            "v": v,
+            "g": g,
+            "beta": beta,
+        }
         args |= {"R": R, "Hk": Hk, "Hv": Hv, "span": span}
         constants = {"K": K, "V": V, "W": W, "Act": device.c_type(qkvz)}
         kernels.launch("gdn_inputs.cu", "gdn_inputs", -(-R // span) * (heads + 1), THREADS, args, constants=constants)
@@ -133,12 +145,13 @@ def _label(trees: list[list[int]], **sizes: int) -> str:
 
 
 def _batch(rng: np.random.Generator, trees: list[list[int]], Cc: int, W: int) -> dict[str, Any]:
-    """A forest, its slots, and windows that are poison where no request owns them."""
+    """A forest, its slots, and windows that are poison where nothing was committed."""
     B = len(trees)
     slot = rng.permutation(B + 2)[:B].astype(np.int32)
-    window = np.full((B + 2, W - 1, Cc), np.nan)
-    window[slot] = rng.standard_normal((B, W - 1, Cc))
-    forest = Forest.of([Tree.of([0] * len(p), p) for p in trees], [7] * B)
+    forest = Forest.of([Tree.of([0] * len(p), p) for p in trees], 7 + np.arange(B))
+    window = np.full((B + 2, W, Cc), np.nan)
+    window[slot] = rng.standard_normal((B, W, Cc))
+    window[slot, forest.committed % W] = np.nan  # the next token's
     return {"window": window, "slot": slot, "forest": forest}
 
 

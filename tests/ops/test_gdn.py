@@ -11,8 +11,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next as hf
 
 from boleinfer.forest import Forest
 from boleinfer.ops.gdn import chunked, gdn, recurrent, tree
-from boleinfer.ops.gdn_commit import advance, commit_factors
-from boleinfer.ring import Ring, fold, ring_after
+from boleinfer.ops.gdn_commit import commit_factors
+from boleinfer.ring import Ring, fold
 from tests import strategies as some
 
 
@@ -54,12 +54,12 @@ def random_rows(rng, R, Hk, Hv, K, V, dtype, alike=False):
 def empty_ring(slots, C, Hk, Hv, K, V, dtype):
     """A ring whose every entry is poison."""
     k, u, g = (np.full((slots, C, *shape), np.nan, dtype) for shape in ((Hk, K), (Hv, V), (Hv,)))
-    return Ring(k, u, g, np.zeros(slots, np.int64))
+    return Ring(k, u, g)
 
 
-def current(S, ring, slot):
-    """The state after the ring's entries."""
-    return fold(S[slot], *ring.filled(slot))
+def current(S, ring, slot, committed):
+    """The state after the ring's entries, when so many tokens are committed."""
+    return fold(S[slot], *ring.filled(slot, committed))
 
 
 def bytes_of(S, ring):
@@ -70,16 +70,16 @@ def bytes_of(S, ring):
 @given(data=st.data(), seed=some.seeds, dtype=some.dtypes, Hk=st.integers(1, 3), ratio=st.integers(1, 3))
 def test_nodes_equal_their_root_path_and_commits_equal_feeding_it(data, seed, dtype, Hk, ratio):
     rng = np.random.default_rng(seed)
-    B, C = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 8))
+    B, C = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 8))
     K, V = data.draw(st.sampled_from([1, 3, 8])), data.draw(st.sampled_from([1, 5]))
     alike, slots, Hv = data.draw(st.booleans()), B + 2, Hk * ratio
     slot = some.some_slots(rng, B, slots)
     S = np.full((slots, Hv, K, V), np.nan, dtype)
     S[slot] = rng.standard_normal((B, Hv, K, V))
     ring = empty_ring(slots, C, Hk, Hv, K, V, dtype)
-    states = [S[s].astype(np.float64) for s in slot]
+    states, committed = [S[s].astype(np.float64) for s in slot], C * rng.integers(0, 5, B)
     for _ in range(4):
-        forest = Forest.of([data.draw(some.trees(10, max_chunk=70)) for _ in range(B)], [0] * B)
+        forest = Forest.of([data.draw(some.trees(10, max_chunk=70)) for _ in range(B)], committed)
         q, k, v, g, beta = rows = random_rows(rng, len(forest), Hk, Hv, K, V, dtype, alike)
         before = bytes_of(S, ring)
         o, u = gdn(*rows, S, ring, slot, forest)
@@ -89,18 +89,16 @@ def test_nodes_equal_their_root_path_and_commits_equal_feeding_it(data, seed, dt
             some.assert_near(o[forest.rows(b)], o_ref, f"o of request {b}")
             some.assert_near(u[forest.rows(b)], u_ref, f"u of request {b}")
         paths = data.draw(some.accepted(forest))
-        commit_factors(S, ring, k, u, g, slot, paths)
-        advance(ring.length, slot, paths, C)
+        commit_factors(S, ring, k, u, g, slot, committed, paths)
+        committed = committed + [len(path) for path in paths]
         for b, (s, path) in enumerate(zip(slot, paths)):
             if len(path):
                 states[b] = walks[b][2][path[-1] - forest.start[b]]
-            some.assert_near(current(S, ring, s), states[b], f"state of request {b}")
-            if data.draw(st.booleans()):  # a fold may come at any time
-                S[s], ring.length[s] = current(S, ring, s), 0
-                for x in ring[:3]:
-                    x[s] = np.nan
+            some.assert_near(current(S, ring, s, committed[b]), states[b], f"state of request {b}")
+            for x in ring:
+                x[s, committed[b] % C :] = np.nan  # scratch
         others = np.setdiff1d(np.arange(slots), slot)
-        assert np.isnan(S[others]).all() and all(np.isnan(x[others]).all() for x in ring[:3])
+        assert np.isnan(S[others]).all() and all(np.isnan(x[others]).all() for x in ring)
 
 
 @settings(max_examples=100)
@@ -110,13 +108,12 @@ def test_a_node_equals_the_definition_run_over_its_root_path(forest, seed, dtype
     rows = random_rows(rng, len(forest), 2, 4, 5, 3, dtype)
     B = len(forest.trees)
     S, slot = rng.standard_normal((B, 4, 5, 3)).astype(dtype), np.arange(B)[::-1]
-    ring = Ring(*random_rows(rng, B * 3, 2, 4, 5, 3, dtype)[1:4], np.asarray([0] * B))
-    ring = Ring(*(x.reshape(B, 3, *x.shape[1:]) for x in ring[:3]), np.arange(B) % 4)
+    ring = Ring(*(x.reshape(B, 3, *x.shape[1:]) for x in random_rows(rng, B * 3, 2, 4, 5, 3, dtype)[1:4]))
     o, u = gdn(*rows, S, ring, slot, forest)
     for b, nodes in enumerate(forest.trees):
         for n in range(len(nodes)):
             path = forest.start[b] + nodes.path(n)
-            o_path, u_path, _ = recurrent(*(x[path] for x in rows), current(S, ring, slot[b]))
+            o_path, u_path, _ = recurrent(*(x[path] for x in rows), current(S, ring, slot[b], forest.committed[b]))
             some.assert_near(o[path[-1]], o_path[-1])
             some.assert_near(u[path[-1]], u_path[-1])
 
@@ -151,12 +148,16 @@ def test_large_trees_that_are_no_chains(N, dtype):
         some.assert_near(u[forest.rows(b)], u_ref)
 
 
-@given(length=st.integers(0, 9), m=st.integers(0, 30), C=st.integers(0, 9))
-def test_the_ring_never_overflows_and_is_folded_only_when_it_must(length, m, C):
-    length = min(length, C)
-    after = ring_after(length, m, C)
-    assert 0 <= after <= C
-    assert after == (length + m if length + m <= C else m if m <= C else 0)
+@given(cuts=st.lists(st.integers(0, 12), max_size=8), C=st.integers(1, 9))
+def test_checkpoint_and_ring_depend_on_the_tokens_alone_not_on_the_steps_that_brought_them(cuts, C):
+    """The checkpoint has all before the last multiple of C, to the bit where nothing is rounded."""
+    T = sum(cuts)
+    k, u, g = np.arange(1.0, T + 1).reshape(T, 1, 1), np.ones((T, 1, 1)), np.zeros((T, 1))
+    S, ring, first = np.zeros((1, 1, 1, 1)), empty_ring(1, C, 1, 1, 1, 1, np.float64), 0
+    for m in cuts:
+        commit_factors(S, ring, k, u, g, [0], [first], [np.arange(first, first + m)])
+        first += m
+    assert S.item() == k[: T - T % C].sum() and (ring.filled(0, T)[0] == k[T - T % C :]).all()
 
 
 @pytest.mark.parametrize("T", [64, 65, 256])
@@ -175,7 +176,7 @@ def test_f18_gate_extremes(decay, pattern, T):
         o, u, states = walk(some.tree_of(some.chain(T)), rows64, S)
         for dtype in (np.float64, np.float32):
             rows, start = [x.astype(dtype) for x in rows64], S.astype(dtype)
-            ring = Ring(*(x[None, :20] for x in (rows[1], u.astype(dtype), rows[3])), np.asarray([20]))
+            ring = Ring(*(x[None, :21] for x in (rows[1], u.astype(dtype), rows[3])))
             rest = Forest.of([some.tree_of(some.chain(T - 20))], [20])
             with np.errstate(over="raise", invalid="raise", divide="raise"):
                 results = [recurrent(*rows, start), chunked(*rows, start), chunked(*rows, start, 16)]
@@ -194,7 +195,7 @@ def test_f18_a_decay_of_zero_is_a_full_reset(decay):
     g[:] = -0.01
     g[17] = decay
     S = (1e3 * rng.standard_normal((1, 4, 8, 8))).astype(np.float32)
-    ring = Ring(k[None, :9], v[None, :9] * 1e3, g[None, :9], np.asarray([9]))
+    ring = Ring(k[None, :10], v[None, :10] * 1e3, g[None, :10])
     forest = Forest.of([some.tree_of(some.chain(40))], [9])
     o, u = gdn(q, k, v, g, beta, S, ring, [0], forest)
     fresh = recurrent(q[17:], k[17:], v[17:], g[17:], beta[17:], np.zeros((4, 8, 8), np.float32))
@@ -215,9 +216,8 @@ def test_f18_a_tiny_decay_keeps_memory_over_4096_tokens(piece):
         path = np.arange(min(piece, T - first))
         forest = Forest.of([some.tree_of(some.chain(piece))], [first])
         _, u = gdn(q, k, v, g, beta, S, ring, [0], forest)
-        commit_factors(S, ring, k, u, g, [0], [path])
-        advance(ring.length, [0], [path], C)
-    some.assert_near(current(S, ring, 0), kept)
+        commit_factors(S, ring, k, u, g, [0], [first], [path])
+    some.assert_near(current(S, ring, 0, T), kept)
 
 
 def test_f27_error_stays_flat_over_8192_tokens_and_other_layers_are_untouched():
@@ -233,31 +233,32 @@ def test_f27_error_stays_flat_over_8192_tokens_and_other_layers_are_untouched():
         g, beta = -rng.uniform(0, 2e-3, g.shape).astype(np.float32), rng.uniform(0, 1, g.shape).astype(np.float32)
         forest = Forest.of([some.tree_of(some.chain(4))], [first])
         _, u = gdn(q, k, v, g, beta, S[1], ring, slot, forest)
-        commit_factors(S[1], ring, k, u, g, slot, [np.arange(4)])
-        advance(ring.length, slot, [np.arange(4)], C)
+        commit_factors(S[1], ring, k, u, g, slot, [first], [np.arange(4)])
         exact = recurrent(*(x.astype(np.float64) for x in (q, k, v, g, beta)), exact)[2]
         if first % 1024 == 1020:
-            errors.append(np.linalg.norm(current(S[1], ring, 2) - exact) / np.linalg.norm(exact))
+            errors.append(np.linalg.norm(current(S[1], ring, 2, first + 4) - exact) / np.linalg.norm(exact))
     assert max(errors) < 1e-6 and np.mean(errors[4:]) < 2 * np.mean(errors[:4])
     kept[1, 2] = S[1, 2]
     assert S.tobytes() == kept.tobytes()
     assert rings_kept == [bytes_of(S[:0], rings[i]) for i in (0, 2)]
 
 
-def test_f16_f17_a_commit_changes_no_other_slot_and_not_the_length():
+def test_f16_f17_a_commit_changes_no_other_slot():
     rng = np.random.default_rng(1)
     Hk, Hv, K, V, C, slots = 2, 4, 3, 5, 4, 8
     S = rng.standard_normal((slots, Hv, K, V)).astype(np.float32)
     filled = [x.reshape(slots, C, *x.shape[1:]) for x in random_rows(rng, slots * C, Hk, Hv, K, V, np.float32)[1:4]]
-    ring = Ring(*filled, np.asarray([0, 4, 2, 3, 1, 4, 0, 4]))
+    ring = Ring(*filled)
     _, k, u, g, _ = random_rows(rng, 20, Hk, Hv, K, V, np.float32)
     before = [x.copy() for x in (S, *ring)]
-    slot = np.asarray([7, 0, 3, 1])  # full, empty, nearly full, full but nothing accepted
+    slot, committed = (
+        np.asarray([7, 0, 3, 1]),
+        [7, 0, 6, 3],
+    )  # all but full, empty, half, all but full: nothing accepted
     paths = [np.asarray([0, 3]), np.arange(5, 15), np.asarray([16, 18]), np.asarray([], np.int32)]
-    commit_factors(S, ring, k, u, g, slot, paths)
-    np.testing.assert_array_equal(ring.length, before[-1])
+    commit_factors(S, ring, k, u, g, slot, committed, paths)
     for s in range(slots):
-        same = all(x[s].tobytes() == y[s].tobytes() for x, y in zip((S, *ring[:3]), before))
+        same = all(x[s].tobytes() == y[s].tobytes() for x, y in zip((S, *ring), before))
         assert same == (s not in (7, 0, 3))
 
 

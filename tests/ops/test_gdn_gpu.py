@@ -15,7 +15,7 @@ from boleinfer.ops import gdn as ops
 from boleinfer.ops.embedding import embedding
 from boleinfer.ops.gdn import gdn, tree
 from boleinfer.ops.gdn_commit import commit
-from boleinfer.ring import Ring, fold, ring_after
+from boleinfer.ring import Ring, fold
 from tests import strategies as some
 
 BOUND = {"float": (1e-5, 1e-5), "bf16": (8e-3, 1e-4)}  # of o, and of u and the state
@@ -34,8 +34,9 @@ def begin_pass():
 class Envelope:
     """A forest with unused rows among, between and behind its own."""
 
-    def __init__(self, rng, trees, holes=True):
-        self.forest = Forest.of([some.tree_of(p) for p in trees], [0] * len(trees))
+    def __init__(self, rng, trees, holes=True, committed=None):
+        committed = [0] * len(trees) if committed is None else committed
+        self.forest = Forest.of([some.tree_of(p) for p in trees], committed)
         spare = [int(rng.choice([0, 0, 1, 4])) * holes for _ in trees]
         spans = [len(p) + n for p, n in zip(trees, spare)]
         in_order = [t.is_chain and rng.random() < 0.5 for t in self.forest.trees]
@@ -62,7 +63,7 @@ class Envelope:
         nothing = np.full(self.R, -1, np.int32)
         arrays = dict.fromkeys(("token", "depth", "position", "kv_slot"), nothing)
         arrays |= {"request": self.request, "parent": self.parent, "ancestors": self.bits, "chain": self.chain}
-        arrays |= {"start": self.start, "committed": np.zeros(len(self.chain), np.int32)}
+        arrays |= {"start": self.start, "committed": self.forest.committed.astype(np.int32)}
         return DeviceForest(**{name: device.upload(array) for name, array in arrays.items()})
 
     def rows(self, array):
@@ -91,13 +92,12 @@ class Memory:
         self.states = list(S[self.slot].astype(np.float64))
         shapes = ((Hk, K), device.dtype(act)), ((Hv, V), np.float32), ((Hv,), np.float32)
         k, u, g = (device.upload(np.full((slots, C, *shape), np.nan).astype(dtype)) for shape, dtype in shapes)
-        self.S, self.ring = device.upload(S), Ring(k, u, g, device.upload(np.zeros(slots, np.int32)))
+        self.S, self.ring, self.committed = device.upload(S), Ring(k, u, g), C * rng.integers(0, 5, B)
         self.device_slot = device.upload(self.slot)
-        window = np.full((slots, 3, 2 * Hk * K + Hv * V), np.nan, np.float32)
+        window = np.full((slots, 4, 2 * Hk * K + Hv * V), np.nan, np.float32)
         window[self.slot] = rng.standard_normal((B, *window.shape[1:]))
         self.windows = window.astype(device.dtype(act))
         self.window = device.upload(self.windows)
-        self.lengths = np.zeros(slots, np.int32)
 
     def bytes(self):
         return b"".join(device.download(x).tobytes() for x in (self.window, self.S, *self.ring))
@@ -110,6 +110,7 @@ class Memory:
 
     def step(self, rng, envelope, hard=False):
         """One step: outputs and factors are right, nothing is written by gdn, and commits are right."""
+        envelope.forest = Forest.of(envelope.forest.trees, self.committed.copy())
         forest, on = envelope.forest, envelope.upload()
         rows = self.rows(rng, len(forest), hard)
         q, k, v, g, beta = (envelope.rows(x) for x in rows)
@@ -139,24 +140,24 @@ class Memory:
     def commit(self, envelope, forest, rows, factors, nodes):
         paths = envelope.paths(nodes)
         self.commit_on_device(factors, forest, paths)
-        S, ring = device.download(self.S), Ring(*map(device.download, self.ring))
-        ring = Ring(*(x.astype(np.float64) for x in ring[:3]), ring.length)
+        S, ring = device.download(self.S), Ring(*(device.download(x).astype(np.float64) for x in self.ring))
         for b, (s, path) in enumerate(zip(self.slot, nodes)):
-            self.lengths[s] = ring_after(int(self.lengths[s]), len(path), self.C)
+            for i in path[-4:]:
+                position = self.committed[b] + envelope.forest.trees[b].depth[i]
+                self.windows[s, position % 4] = rows[0][envelope.forest.start[b] + i]
+            self.committed[b] += len(path)
             at = np.asarray(path, int) + envelope.forest.start[b]
             k, g = (rows[i][at].astype(np.float64) for i in (2, 4))
-            self.windows[s] = np.concatenate((self.windows[s], rows[0][at]))[-3:]
             self.states[b] = fold(self.states[b], k, self.u[at], g)
-            near(fold(S[s].astype(np.float64), *ring.filled(s)), self.states[b], BOUND[self.act][1], f"state of {b}")
-        assert (ring.length == self.lengths).all()
+            state = fold(S[s].astype(np.float64), *ring.filled(s, self.committed[b]))
+            near(state, self.states[b], BOUND[self.act][1], f"state of {b}")
         assert device.download(self.window).tobytes() == self.windows.tobytes()
         others = np.setdiff1d(np.arange(len(S)), self.slot)
-        assert np.isnan(S[others]).all() and all(np.isnan(x[others]).all() for x in ring[:3])
+        assert np.isnan(S[others]).all() and all(np.isnan(x[others]).all() for x in ring)
 
     def commit_on_device(self, factors, forest, paths):
         """As the only layer."""
-        k, u, g, length = self.ring
-        ring = Ring(k[None], u[None], g[None], length)
+        ring = Ring(*(x[None] for x in self.ring))
         of_layers = [[x] for x in factors]
         commit(self.window[None], self.S[None], ring, *of_layers, self.device_slot, forest, paths)
 
@@ -264,9 +265,8 @@ def test_the_committed_state_after_many_tokens(gpu, gates, alike):
     memory.rows, memory.commit = rows, commit_and_count
     while len(accepted) < (8192 if gpu == "cuda" else 1000):
         memory.step(rng, Envelope(rng, [[int(rng.integers(max(-1, i - 3), i)) for i in range(40)]]))
-    S, ring = device.download(memory.S), Ring(*map(device.download, memory.ring))
-    ring = Ring(*(x.astype(np.float64) for x in ring[:3]), ring.length)
-    state = fold(S[memory.slot[0]].astype(np.float64), *ring.filled(memory.slot[0]))
+    S, ring = device.download(memory.S), Ring(*(device.download(x).astype(np.float64) for x in memory.ring))
+    state = fold(S[memory.slot[0]].astype(np.float64), *ring.filled(memory.slot[0], memory.committed[0]))
     error = np.linalg.norm(state - memory.states[0]) / np.linalg.norm(memory.states[0])
     assert error < 2e-5, f"{error:.1e} after {len(accepted)} tokens"
 
@@ -277,13 +277,13 @@ def test_a_tree_does_not_depend_on_its_company(gpu, act):
     memory = Memory(rng, act, 3, 16, 1, 2, 32, 32)
     memory.step(rng, Envelope(rng, [some.chain(9), some.chain(3), some.chain(20)]))
     trees = [some.binary(30), some.chain(70), [-1]]
-    together = Envelope(rng, trees, holes=False)
+    together = Envelope(rng, trees, False, memory.committed)
     rows = memory.rows(rng, len(together.forest), False)
     state = memory.S, memory.ring
     begin_pass()
     o, u = gdn(*(together.rows(x) for x in rows), *state, memory.device_slot, together.upload())
     for b, parents in enumerate(trees):
-        alone, here = Envelope(rng, [parents], holes=False), together.forest.rows(b)
+        alone, here = Envelope(rng, [parents], False, memory.committed[b : b + 1]), together.forest.rows(b)
         alone.chain[0], alone.bits[:] = together.chain[b], together.bits[here]
         slot = device.upload(memory.slot[b : b + 1])
         o_alone, u_alone = gdn(*(alone.rows(x[here]) for x in rows), *state, slot, alone.upload())
@@ -297,7 +297,7 @@ def test_the_width_of_a_tile_changes_no_bit(gpu, act, monkeypatch):
     memory = Memory(rng, act, 3, 40, 1, 2, 32, 64)
     for _ in range(3):
         memory.step(rng, Envelope(rng, [some.chain(9), some.chain(3), some.binary(20)]))
-    envelope = Envelope(rng, [some.binary(30), some.chain(70), [-1]], holes=False)
+    envelope = Envelope(rng, [some.binary(30), some.chain(70), [-1]], False, memory.committed)
     rows, results = [envelope.rows(x) for x in memory.rows(rng, len(envelope.forest), False)], []
     begin_pass()
     for width, warps, panel in ((16, 4, 16), (32, 6, 16), (32, 8, 64), (64, 12, 16)):
@@ -326,7 +326,7 @@ def test_small_trees_have_the_bits_of_large_ones(gpu, monkeypatch, trees, sizes,
     memory = Memory(rng, "bf16", len(trees), 32, *sizes)
     for _ in range(2):
         memory.step(rng, Envelope(rng, [some.chain(9) for _ in trees]))
-    envelope = Envelope(rng, trees, holes=False)
+    envelope = Envelope(rng, trees, False, memory.committed)
     rows = [envelope.rows(x) for x in memory.rows(rng, len(envelope.forest), hard=True)]
     begin_pass()
     forest, found = replace(envelope.upload(), most=max(map(len, trees))), []
@@ -349,7 +349,7 @@ def test_nothing_accepted_writes_nothing(gpu):
     rng = np.random.default_rng(4)
     memory = Memory(rng, "bf16", 2, 4, 1, 1, 16, 16)
     memory.step(rng, Envelope(rng, [some.chain(3), some.chain(9)]))
-    envelope, before = Envelope(rng, [some.chain(70), some.chain(2)]), memory.bytes()
+    envelope, before = Envelope(rng, [some.chain(70), some.chain(2)], committed=memory.committed), memory.bytes()
     rows = memory.rows(rng, 72, False)
     k, u, g = (envelope.rows(x) for x in (rows[1], rows[2].astype(np.float32), rows[3]))
     paths = envelope.paths([[], []])

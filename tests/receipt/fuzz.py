@@ -58,7 +58,7 @@ def _commit(rng: np.random.Generator, given: dict, forest) -> None:
     nodes = [t.path(int(rng.integers(len(t)))) if rng.random() < 0.8 else np.zeros(0, np.int32) for t in forest.trees]
     paths = [path + start for path, start in zip(nodes, forest.start)]
     expected = given["window"].copy()
-    gdn_commit.commit_window(given["qkvz"][:, :Cc], expected, given["slot"], paths)
+    gdn_commit.commit_window(given["qkvz"][:, :Cc], expected, given["slot"], forest.committed, paths)
     on = uploaded({name: given[name] for name in ("qkvz", "window", "slot", "forest")} | {"paths": paths})
     assert isinstance(on["paths"], Paths)
     commit_windows(on["qkvz"][:, :Cc], on["window"], on["slot"], on["forest"], on["paths"])
