@@ -171,7 +171,7 @@ def slot_tables(needs: Needs, o: Options) -> int:
     """Bytes that sampling and drafts keep of one request: bias float64 and counts int32 over the vocabulary, rows
     that wait for the MTP layer, and little else."""
     waiting = RING * needs.config.hidden_size * needs.act if needs.drafting else 0
-    return 12 * needs.config.vocab_size + 340 + INT * (o.pages + 3 * max(1, o.draft_nodes) + 4) + waiting
+    return 12 * needs.config.vocab_size + 336 + INT * (o.pages + 3 * max(1, o.draft_nodes) + 4) + waiting
 
 
 # ---- workspace -------------------------------------------------------------------------------------------------------
