@@ -1,109 +1,147 @@
 // The state of all GDN layers where accepted rows reach a multiple of C tokens, C being the ring's capacity. Definition: commit
 // in boleinfer/ops/gdn_commit.py. With m = 0 nothing is written; rows behind that multiple are up to gdn_append.cu.
-//   S = e^G S + sum_i e^{G - G_i} k_i u_i^T over the ring, then over the rows up to there
-// Taken in pieces of PIECE entries, the latest first, so that what comes after an entry is known; G in float64.
+//   S = e^G S + sum_i e^{G - G_i} k_i u_i^T for TILE entries at a time, of the ring, then of the rows up to there
+// G is added up in float64. A sum is made on its own and then added: mma cuts off what is small beside what it adds to.
 //
-// grid: as many blocks as fit, since there is seldom anything to fold: a block owns every gridDim.x-th slice of Vt columns
-// of a head of a layer of a request to fold. block: Warps, at least Vt / 16; see gdn.cuh for who owns what. shared:
-// sizeof(Piece) and the list of those requests, static. The state is read once and written once.
+// grid: as many blocks as fit, since there is seldom anything to fold: a block owns every gridDim.x-th slice, Vt columns
+// of a head of a layer of a request to fold. block: Warps; each keeps KEYS keys of 8 COLUMNS columns of it in registers, read
+// once and written once. shared: two pieces, one of which comes while the other is added, and the list of those requests,
+// static. The next slice is brought into L2 meanwhile.
 //
-// sizes: Act=bf16,float K=16 V=16 Vt=16 Warps=4 | Act=bf16,float K=128 V=128 Vt=32 Warps=4
-// sizes: Act=bf16,float K=64 V=64 Vt=32 Warps=4
+// sizes: Act=bf16,float K=16 V=16 Vt=16 Warps=1 | Act=bf16,float K=128 V=128 Vt=64 Warps=4
+// sizes: Act=bf16,float K=64 V=64 Vt=64 Warps=4
 #include "gdn.cuh"
 
-constexpr int PIECE = 32;
+constexpr int KEYS = K < 64 ? K : K / 2;
+constexpr int COLUMNS = Vt < 32 ? Vt / 8 : 4, ACROSS = Vt / (8 * COLUMNS);  // of a lane; warps that share keys
+constexpr int RESIDENT = HALF ? 384 : 256;                                  // threads on a multiprocessor
+static_assert(WARPS == ACROSS * (K / KEYS), "a warp for each part of a slice");
 
-// What a head folds: entries of its ring, then accepted rows.
-struct Source {
-  const Act *ring_k, *k;      // of the head: entry 0, row 0
-  const float *ring_u, *u, *ring_g, *g;
-  const int* row;             // accepted
-  int ring, rows, Hk, Hv;     // how many of both
+struct Factors {
+  const Act* ring_k;
+  const Each<const Act>& k;
+  const float* ring_u;
+  const Each<const float>& u;
+  const float* ring_g;
+  const Each<const float>& g;
+  const int* row;
+  int Slots, Hk, Hv, C;
+};
+
+// What a request folds: entries of its ring, then accepted rows, from `start` on.
+struct alignas(16) Request {
+  int slot, start;
+  int ring, count;  // entries of the ring, and with the rows
+};
+
+struct Slice {
+  Request of;
+  int layer, h, hk, v0;  // the head and its keys', the first of its columns
 };
 
 struct Piece {
-  float sum[K * Vt];  // what is added to the state, see `place`
-  bf16 keys[KEY_PARTS][PIECE][PITCH];
-  const float* u[PIECE];  // of the block's columns; null where there is none
-  float kept[PIECE];      // e^{G - G_i}
+  bf16 keys[KEY_PARTS][TILE][PITCH];
+  alignas(16) float u[TILE][Vt + 4];  // rows 2, 4 and 6 further on lie in different banks
 };
 
-// Adds entries first .. first+n-1 of a head; `later` is the log decay of all entries behind, and then of these too.
-__device__ __forceinline__ void add_piece(Piece& piece, const Source& from, int first, int n, double& later, int v0,
-                                          const Lane& me) {
-  const int entry = first + me.lane;
-  const bool used = me.lane < n, held = entry < from.ring;
-  const long long at = !used ? 0 : held ? entry : from.row[entry - from.ring];
-  const double own = used ? clamped((held ? from.ring_g : from.g)[at * from.Hv]) : 0.0;
+// Of the state of a slice what a lane has: keys 8 j + 2 quad + e, columns COLUMNS row + c of the warp's.
+using Held = Pack<float, COLUMNS>[KEYS / 8][2];
+
+// The lane's first number of a slice's state.
+__device__ __forceinline__ float* own(float* slice, const Lane& me) {
+  return slice + (me.warp / ACROSS * KEYS + 2 * me.quad) * V + (me.warp % ACROSS * 8 + me.row) * COLUMNS;
+}
+
+// Starts copying entries first .. first+TILE-1, zeros behind the last one. Returns the log decay of the lane's entry,
+// first + lane % TILE.
+__device__ __forceinline__ float fetch(Piece& to, const Factors& from, const Slice& slice, int first) {
+  const Lane me = this_lane();
+  const Request& of = slice.of;
+  const int own = first + me.lane % TILE, h = slice.h;
+  const int held = (slice.layer * from.Slots + of.slot) * from.C + own;
+  const int at = own < of.ring ? held : own < of.count ? from.row[of.start + own - of.ring] : 0;
+  const Act* k = from.k[slice.layer];
+  const float* u = from.u[slice.layer];
+  gather(to.keys, TILE, from.ring_k, me, [&](int i) -> const Act* {
+    const long long there = __shfl_sync(ALL_LANES, at, i);
+    const Act* src = (first + i < of.ring ? from.ring_k : k) + (there * from.Hk + slice.hk) * K;
+    return first + i < of.count ? src : nullptr;
+  });
+  static_assert(TILE * Vt / 4 % THREADS == 0, "whole rounds");
+#pragma unroll
+  for (int n = 0; n < TILE * Vt / 4 / THREADS; n++) {
+    const int word = n * THREADS + threadIdx.x, i = word / (Vt / 4), v = word % (Vt / 4) * 4;
+    const long long there = __shfl_sync(ALL_LANES, at, i);
+    const float* src = (first + i < of.ring ? from.ring_u : u) + (there * from.Hv + h) * V + slice.v0 + v;
+    const bool used = first + i < of.count;
+    cp_async16(&to.u[i][v], used ? src : from.ring_u, used);
+  }
+  cp_async_commit();
+  const float* g = own < of.ring ? from.ring_g : from.g[slice.layer];
+  return own < of.count ? g[(long long)at * from.Hv + h] : 0.0f;
+}
+
+// s = e^G s + sum_i e^{G - G_i} k_i u_i^T over the entries of a piece; g: of the lane's entry
+__device__ __forceinline__ void add(Held& s, const Piece& piece, float g) {
+  const Lane me = this_lane();
+  const double own = clamped(g);
   double after = own;  // of this entry and those behind it
 #pragma unroll
-  for (int reach = 1; reach < WARP; reach *= 2) {
-    const double more = __shfl_down_sync(ALL_LANES, after, reach);
-    if (me.lane + reach < WARP) after += more;
+  for (int reach = 1; reach < TILE; reach *= 2) {
+    const double more = __shfl_down_sync(ALL_LANES, after, reach, TILE);
+    if (me.lane % TILE + reach < TILE) after += more;
   }
-  if (me.warp == 0) {
-    piece.u[me.lane] = used ? (held ? from.ring_u : from.u) + at * from.Hv * V + v0 : nullptr;
-    piece.kept[me.lane] = expf(float(later + (after - own)));
+  const float faded = expf(float(after - own)), kept = expf(float(__shfl_sync(ALL_LANES, after, 0)));
+  unsigned u[COLUMNS / 2][3][4];  // operand A in parts; columns 2m and 2m + 1 of a lane are its two rows of mma
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    Pack<float, COLUMNS> of[2];
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int entry = 8 * half + 2 * me.quad + e;
+      const float left = __shfl_sync(ALL_LANES, faded, entry);
+      of[e] = load<COLUMNS>(&piece.u[entry][(me.warp % ACROSS * 8 + me.row) * COLUMNS]);
+#pragma unroll
+      for (int c = 0; c < COLUMNS; c++) of[e].v[c] *= left;
+    }
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) {
+      unsigned part[3];
+      split(of[0].v[c], of[1].v[c], part);
+#pragma unroll
+      for (int p = 0; p < 3; p++) u[c / 2][p][2 * half + c % 2] = part[p];
+    }
   }
-  later += __shfl_sync(ALL_LANES, after, 0);
-  gather(piece.keys, (n + TILE - 1) / TILE * TILE, from.ring_k, me, [&](int i) -> const Act* {
-    if (i >= n) return nullptr;
-    const long long e = first + i, held = from.ring;
-    return e < held ? from.ring_k + e * from.Hk * K : from.k + (long long)from.row[e - held] * from.Hk * K;
-  });
-  cp_async_commit();
-  cp_async_wait<0>();
-  __syncthreads();
-  for (int tile = 0; me.owner && tile < n; tile += TILE) {
-    float u[2][4];
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+  for (int j = 0; j < KEYS / 8; j += 2) {
+    unsigned b[KEY_PARTS][2][2];
+    float sum[2][COLUMNS / 2][4] = {};
 #pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const int token = tile + 8 * i + 2 * me.quad + e;
-        const float* at = piece.u[token];
-        const float2 two = at ? load_two(at + me.pair) : float2{0.0f, 0.0f};
-        u[i][e] = piece.kept[token] * two.x, u[i][2 + e] = piece.kept[token] * two.y;
+    for (int p = 0; p < KEY_PARTS; p++) {
+      load_b_by_rows(b[p], &piece.keys[p][0][me.warp / ACROSS * KEYS + 8 * j], PITCH, me.lane);
+    }
+    for_parts<3, KEY_PARTS>([&](int p, int r) {
+#pragma unroll
+      for (int n = 0; n < 2; n++) {
+#pragma unroll
+        for (int m = 0; m < COLUMNS / 2; m++) mma_m16n8k16(sum[n][m], u[m][p], b[r][n]);
+      }
+    });
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+#pragma unroll
+      for (int c = 0; c < COLUMNS; c++) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          float& to = s[j + n][e].v[c];
+          to = fmaf(kept, to, sum[n][c / 2][2 * (c % 2) + e]);
+        }
       }
     }
-    unsigned parts[3][4];
-    operand(parts, u[0], u[1]);
-#pragma unroll
-    for (int j = 0; j < K / 16; j++) {
-      Keys8 s[2];
-#pragma unroll
-      for (int i = 0; i < 2; i++) read_keys(s[i], piece.sum, 2 * j + i, me);
-      absorb(s, parts, piece.keys, tile, j, me.lane);
-#pragma unroll
-      for (int i = 0; i < 2; i++) write_keys(piece.sum, s[i], 2 * j + i, me);
-    }
   }
-  __syncthreads();
 }
 
-// S = e^G S + sum_i e^{G - G_i} k_i u_i^T of Vt columns, from v0 on, of a head's state.
-__device__ __forceinline__ void fold(Piece& piece, const Source& from, float* S, int v0) {
-  const Lane me = this_lane();
-  for (int i = threadIdx.x; i < K * Vt / 8; i += THREADS) prefetch(S + i / (Vt / 8) * V + i % (Vt / 8) * 8);
-  for (int i = threadIdx.x; i < K * Vt; i += THREADS) piece.sum[i] = 0.0f;
-  double later = 0.0;
-  for (int end = from.ring + from.rows; end > 0; end -= PIECE) {
-    const int begin = max(0, end - PIECE);
-    add_piece(piece, from, begin, end - begin, later, v0, me);
-  }
-  const float kept = expf(float(later));
-  for (int word = threadIdx.x; word < K * Vt / 4; word += THREADS) {
-    const int i = word / (Vt / 4), v = word % (Vt / 4) * 4;
-    auto state = load<4>(S + i * V + v);
-    const auto sum = load<4>(piece.sum + place(i, v));
-#pragma unroll
-    for (int c = 0; c < 4; c++) state.v[c] = fmaf(kept, state.v[c], sum.v[c]);
-    store<4>(S + i * V + v, state);
-  }
-  __syncthreads();
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn_fold(
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT / THREADS) gdn_fold(
     float* S,                                     // [Layers, Slots, Hv, K, V] aligned 16
     const Act* ring_k,                            // [Layers, Slots, C, Hk, K] aligned 16
     const float* ring_u,                          // [Layers, Slots, C, Hv, V] aligned 16
@@ -123,35 +161,70 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) gdn_fold(
     int Hv,
     int C)
 {
-  __shared__ __align__(16) Piece piece;
-  __shared__ int full[THREADS], of_warp[WARPS];  // requests to fold, by rising number, and how many each warp found
-  const int first = committed[min(int(threadIdx.x), B - 1)] % C;  // most often all
-  const int slices = V / Vt * Hv * Layers, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  __shared__ __align__(16) Piece piece[2];
+  __shared__ Request full[THREADS];  // those to fold, by rising number
+  __shared__ int of_warp[WARPS];     // how many each warp found
+  const Factors factors = {ring_k, k, ring_u, u, ring_g, g, row, Slots, Hk, Hv, C};
+  const int slices = V / Vt * Hv * Layers;
+  const auto slice = [&](int i) -> Slice {
+    const int h = i / (V / Vt) % Hv;
+    return {full[i / slices], i / (V / Vt * Hv) % Layers, h, h / (Hv / Hk), i % (V / Vt) * Vt};
+  };
+  const auto state = [&](const Slice& s) { return S + (((long long)s.layer * Slots + s.of.slot) * Hv + s.h) * K * V + s.v0; };
+  const auto held = [&](int b) { return b < B ? committed[b] % C : 0; };
+  int b = threadIdx.x, ring = held(b);  // most often of all
   after_previous();
-  for (int from = 0; from < B; from += THREADS) {
-    const int b = from + threadIdx.x, m = b < B ? count[b] : 0;
-    const bool overflows = m > 0 && (from == 0 ? first : committed[b] % C) + m >= C;
-    if (!__syncthreads_or(overflows)) continue;
-    const unsigned lanes = __ballot_sync(ALL_LANES, overflows);
-    if (lane == 0) of_warp[warp] = __popc(lanes);
+  for (; b - int(threadIdx.x) < B; ring = held(b += THREADS)) {
+    const int m = b < B ? count[b] : 0, all = (ring + m) / C * C;
+    const bool folds = m > 0 && all;
+    if (!__syncthreads_or(folds)) continue;
+    const unsigned lanes = __ballot_sync(ALL_LANES, folds);
+    const Lane me = this_lane();
+    if (me.lane == 0) of_warp[me.warp] = __popc(lanes);
     __syncthreads();
-    int found = 0, place = __popc(lanes & ((1u << lane) - 1));
+    int found = 0, place = __popc(lanes & ((1u << me.lane) - 1));
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-      if (w < warp) place += of_warp[w];
+      if (w < me.warp) place += of_warp[w];
       found += of_warp[w];
     }
-    if (overflows) full[place] = b;
+    if (folds) full[place] = {slot[b], start[b], k[0] ? ring : all, all};  // without k rows lie in the ring already
     __syncthreads();
-    for (int i = blockIdx.x; i < found * slices; i += gridDim.x) {
-      const int v0 = i % (V / Vt) * Vt, h = i / (V / Vt) % Hv, layer = i / (V / Vt * Hv) % Layers, hk = h / (Hv / Hk);
-      const int own = full[i / slices], held = committed[own] % C, all = (held + count[own]) / C * C;
-      const int ring = k[0] ? held : all;
-      const long long s = (long long)layer * Slots + slot[own], entry = s * C;
-      const Source source = {ring_k + (entry * Hk + hk) * K, k[layer] + hk * K, ring_u + (entry * Hv + h) * V,
-                             u[layer] + h * V, ring_g + entry * Hv + h, g[layer] + h, row + start[own], ring,
-                             all - ring, Hk, Hv};
-      fold(piece, source, S + (s * Hv + h) * K * V + v0, v0);
+    int i = blockIdx.x, turn = 0;
+    const int end = found * slices;
+    if (i >= end) continue;
+    Slice next = slice(i);
+    float decay = fetch(piece[turn], factors, next, 0);
+    while (i < end) {
+      float* part = own(state(next), me);
+      Held s;
+#pragma unroll
+      for (int j = 0; j < KEYS / 8; j++) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) s[j][e] = load<COLUMNS>(part + (8 * j + e) * V);
+      }
+      const int entries = next.of.count;
+      for (int first = 0; first < entries; turn ^= 1) {
+        const float g = decay;
+        first += TILE;
+        cp_async_wait<0>();
+        __syncthreads();  // this piece is there, and nobody reads the one before any more
+        if (first < entries) {
+          decay = fetch(piece[turn ^ 1], factors, next, first);
+        } else if ((i += gridDim.x) < end) {
+          decay = fetch(piece[turn ^ 1], factors, next = slice(i), 0);
+          constexpr int LINES = (Vt + 31) / 32;  // of 128 bytes
+          for (int line = threadIdx.x; line < K * LINES; line += THREADS) {
+            prefetch(state(next) + line / LINES * V + line % LINES * 32);
+          }
+        }
+        add(s, piece[turn], g);
+      }
+#pragma unroll
+      for (int j = 0; j < KEYS / 8; j++) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) store<COLUMNS>(part + (8 * j + e) * V, s[j][e]);
+      }
     }
     __syncthreads();
   }

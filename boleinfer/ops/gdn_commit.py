@@ -92,7 +92,7 @@ def commit_factors(
 # ---- the GPU ---------------------------------------------------------------------------------------------------------
 
 WIDTHS = 16, 32, 64, 128  # of K and V that the kernels are for
-_FOLDING = 4  # blocks that fold, on a multiprocessor
+_FOLDING = 12  # warps that fold, on a multiprocessor
 APPENDING = 128  # threads that share a row of what is appended, 16 bytes each
 
 
@@ -114,17 +114,18 @@ def _launch(
         raise KernelError(f"gdn: K={K}, V={V}; the GPU takes K, V in {WIDTHS}")
     if not layers or not B or not len(paths.row):
         return
-    act, width, in_place = device.c_type(ring.k), min(V, 32), not x
+    act, width, in_place = device.c_type(ring.k), min(V, 64), not x
     shared = {"slot": slot, "start": forest.start, "committed": forest.committed, **paths._asdict()}
     shared |= {"Slots": slots, "Hk": Hk, "Hv": Hv, "C": C}
-    slices, of_fold = V // width * Hv, {"Act": act, "K": K, "V": V, "Vt": width, "Warps": 4}
+    slices, warps = V // width * Hv, max(1, width // 32) * (1 if K < 64 else 2)
+    of_fold = {"Act": act, "K": K, "V": V, "Vt": width, "Warps": warps}
     pieces = [slice(first, min(first + MOST_EACH, layers)) for first in range(0, layers, MOST_EACH)]
     for piece in pieces:
         n = piece.stop - piece.start
         args = shared | _of_layers(piece, ring, *((None,) * 3 if in_place else (k, u, g)))
         args |= {"S": S[piece], "B": B, "Layers": n}
-        blocks = min(slices * n * B, _FOLDING * device.multiprocessors())
-        kernels.launch("gdn_fold.cu", "gdn_fold", blocks, 128, args, constants=of_fold)
+        blocks = min(slices * n * B, _FOLDING // warps * device.multiprocessors())
+        kernels.launch("gdn_fold.cu", "gdn_fold", blocks, 32 * warps, args, constants=of_fold)
     if in_place:
         return
     Cc, half = window.shape[3], 16 // ring.k.itemsize

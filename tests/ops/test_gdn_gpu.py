@@ -345,6 +345,34 @@ def test_what_the_kernels_do_not_take_is_refused(gpu):
             memory.step(rng, envelope)
 
 
+@pytest.mark.parametrize("act", BOUND)
+def test_a_fold_does_not_depend_on_its_company(gpu, act):
+    """Rings that are not full pieces, paths longer than a ring: the same states alone and among others."""
+    rng = np.random.default_rng(8)
+    memory, before, after = Memory(rng, act, 3, 40, 1, 2, 128, 32), (13, 20, 7), (39, 70, 40)
+
+    def committed(lengths, past, company):
+        """States behind chains of so many rows, all of them accepted of some requests."""
+        envelope = Envelope(rng, [some.chain(n) for n in lengths], committed=np.asarray(past))
+        _, k, v, g, _ = memory.rows(np.random.default_rng(9), len(envelope.forest), False)
+        x = np.ones((len(k), memory.windows.shape[2])).astype(memory.windows.dtype)
+        rows = [envelope.rows(a) for a in (x, k, v.astype(np.float32), g)]
+        paths = [np.arange(n) if b in company else [] for b, n in enumerate(lengths)]
+        begin_pass()
+        memory.commit_on_device(rows, envelope.upload(), envelope.paths(paths))
+        return [device.download(memory.S)[s].tobytes() for s in memory.slot]
+
+    unfolded = committed(before, (0, 0, 0), range(3))
+    arrays = memory.S, memory.window, *memory.ring
+    values = [device.download(x).copy() for x in arrays]
+    together = committed(after, before, range(3))
+    for b in range(3):
+        for array, value in zip(arrays, values):
+            device.write(array, value)
+        alone = committed(after, before, [b])
+        assert alone == [*unfolded[:b], together[b], *unfolded[b + 1 :]] and alone[b] != unfolded[b]
+
+
 def test_nothing_accepted_writes_nothing(gpu):
     rng = np.random.default_rng(4)
     memory = Memory(rng, "bf16", 2, 4, 1, 1, 16, 16)
