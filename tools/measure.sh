@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every result of benchmarks/results that needs a GPU, on two GPUs in seven minutes: tools/measure.sh FOLDER [PEERS]
+# Every result of benchmarks/results that needs a GPU, on two GPUs in eight minutes: tools/measure.sh FOLDER [PEERS]
 #
 # FOLDER gets what to copy to benchmarks/results, and what was printed. PEERS: as in `boleinfer bench tree --peers`.
 # Afterwards: python tools/fill_tables.py
@@ -40,6 +40,7 @@ profiles=(speculation --part profiles never)
   # shellcheck disable=SC2086 # two words or none
   bench 1 gdn_tree tree $peers
   bench 1 kernels kernels
+  bench 1 ring ring
 } &
 wait
 bench 0 start start # alone: loading wants all of the host's memory bandwidth
