@@ -4,7 +4,7 @@
 // Nothing is computed. Where requests have single rows nothing is moved either: gdn_token.cuh writes them there.
 //
 // grid: pieces, B, layers; a block owns a piece of a row, 16 bytes a thread: of the window, then of u, of k, of g. block: 128
-// threads. shared: none. Read twice: nothing.
+// threads. shared: none. Read twice: nothing. x: what the convolution reads.
 //
 // sizes: W=2,3,4,8 Act=bf16,float
 #include "common.cuh"
@@ -27,7 +27,7 @@ __device__ int put(T* to, int places, int position, const T* from, int pitch, co
 }
 
 extern "C" __global__ void __launch_bounds__(128) gdn_append(
-    const __grid_constant__ Each<const Act> x,    // [R, 8*Packs] strides [8*Pitch, 1] aligned 16; of each layer: before the convolution
+    const __grid_constant__ Each<const Act> x,    // [R, 8*Packs] strides [8*Pitch, 1] aligned 16; of each layer
     const __grid_constant__ Each<const Act> k,    // [R, Hk, K] aligned 16; of each layer
     const __grid_constant__ Each<const float> u,  // [R, Hv, V] aligned 16; of each layer
     const __grid_constant__ Each<const float> g,  // [R, Hv] of each layer
