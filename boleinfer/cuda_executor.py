@@ -36,7 +36,7 @@ from boleinfer.scheduler import Work
 from boleinfer.state import Batch, Place, State
 
 ONE = 1  # row of the envelope in which a lone request decodes plainly
-SMALLEST, LARGEST_CAPTURED = 8, 128  # rows of the others; larger steps read prompts and run kernel by kernel
+SMALLEST, LARGEST_CAPTURED = 8, 128  # rows of the others; larger steps read prompts and are captured as they come again
 ALONE_ROWS = 16  # rows that are accepted of a request that decodes alone, at most
 
 
@@ -52,6 +52,7 @@ class _Kind(NamedTuple):
     waits: the hidden rows that were accepted are kept for later; takes: the layer takes them in; plan: and then drafts
     alone: for the first request only, which decodes and of which ALONE_ROWS are accepted at most
     few: no request has more than gdn_few.ROWS rows, where all together may have many
+    quiet: nobody asks for logits of a step that reads much of a prompt
     """
 
     single: bool
@@ -60,6 +61,7 @@ class _Kind(NamedTuple):
     plan: DraftPlan | None
     alone: bool = False
     few: bool = False
+    quiet: bool = False
 
 
 class _Frame:
@@ -78,7 +80,7 @@ class _Frame:
         self.ready: set[_Kind] = set()
         self.drafts: dict[_Kind, Drafts] = {}
         self.parts: list[Part] | None = None  # what the inputs on the GPU say
-        self.single = self.alone = self.few = False  # of the last step, as in _Kind
+        self.last: _Kind | None = None  # of the last step
 
     def add_drafts(self, kind: _Kind, plan: DraftPlan) -> None:
         """The arrays of a way to draft."""
@@ -162,12 +164,14 @@ class CudaExecutor:
                 head.add(request.tokens)
 
     def start(self, works: Sequence[Work], way: int = 0) -> Callable[[], list[Outcome]]:
-        single = all(len(w.tree) == 1 and w.request.params.logprobs is None for w in works)
+        quiet = all(w.request.params.logprobs is None for w in works)
+        longest = max(len(w.tree) for w in works)
         alone = len(works) == 1 and self._is_short(works[0])
-        few = max(len(w.tree) for w in works) <= gdn_few.ROWS
-        frame, kind = self._frame(sum(len(w.tree) for w in works), way, single=single, alone=alone, few=few)
+        single, few = quiet and longest == 1, longest <= gdn_few.ROWS
+        rows = sum(len(w.tree) for w in works)
+        frame, kind = self._frame(rows, way, single=single, alone=alone, few=few, quiet=quiet)
         self._rehearse([(frame, kind)])
-        frame.single, frame.alone, frame.few = single, alone, few
+        frame.last = kind
         if kind.waits or kind.takes:
             self._take_in([w.request for w in works], at_once=kind.takes)
         parts = [self._part(w, kind.plan) for w in works]
@@ -182,7 +186,8 @@ class CudaExecutor:
         self._taking = False
         try:
             with self.runner.on():
-                logits = self.runner.run((frame.inputs.rows, kind), lambda: self._step(frame, kind))
+                key = frame.inputs.rows, kind
+                logits = self.runner.run(key, lambda: self._step(frame, kind), kind.quiet)
                 fetched = frame.step.results.fetch(len(works), drafts=way > 0)
                 if kind.plan is not None:  # in time for the next drafts but one, so that no step waits for it
                     for head in self._heads.values():
@@ -212,8 +217,9 @@ class CudaExecutor:
     def repeat(self, rows: int, way: int = 0) -> None:
         """Queues the last step of so many rows again, as the GPU stands now; to measure, on requests to be dropped."""
         frame = self._frames[self._envelope(rows, way)]
-        kind = self._kind(way, frame.inputs.rows, frame.single, frame.alone, frame.few)
-        self.runner.run((frame.inputs.rows, kind), lambda: self._step(frame, kind))
+        kind = frame.last
+        assert kind is not None
+        self.runner.run((frame.inputs.rows, kind), lambda: self._step(frame, kind), kind.quiet)
 
     def time(self, works: Sequence[Work], way: int, about_s: float, most: int) -> float:
         rows = sum(len(w.tree) for w in works)
@@ -243,15 +249,19 @@ class CudaExecutor:
             pieces = [hidden[i : i + n] for i in range(0, len(tokens), n)]
             return np.concatenate([device.download(self.model.logits(piece)) for piece in pieces])
 
-    def _kind(self, way: int, rows: int, single: bool = False, alone: bool = False, few: bool = False) -> _Kind:
-        """Of a step of so many rows. A step that reads much of a prompt leaves too many rows to wait; one that drafts
-        hardly ever has single rows."""
+    def _kind(
+        self, way: int, rows: int, single: bool = False, alone: bool = False, few: bool = False, quiet: bool = True
+    ) -> _Kind:
+        """Of a step of so many rows. A step that reads much of a prompt leaves too many rows to wait, and would keep
+        many logits; one that drafts hardly ever has single rows."""
         single &= way == 0
+        quiet &= rows > LARGEST_CAPTURED
         few &= not single and rows > gdn_few.ROWS  # of smaller envelopes it is known
         if not self._drafting:
-            return _Kind(single, False, False, None, few=few)
+            return _Kind(single, False, False, None, few=few, quiet=quiet)
         takes = way > 0 or rows > LARGEST_CAPTURED
-        return _Kind(single, not takes, takes, self._drafting[way - 1] if way else None, alone and way > 0, few)
+        plan = self._drafting[way - 1] if way else None
+        return _Kind(single, not takes, takes, plan, alone and way > 0, few, quiet)
 
     def _take_in(self, requests: Sequence[Request], at_once: bool) -> None:
         """The MTP layer's keys and values of tokens that wait.
@@ -308,7 +318,7 @@ class CudaExecutor:
                 self._draft(frame, kind, last, y)
             else:
                 self.model.mtp_memory(*pairs, accepted, self.state, source)
-        return None if kind.single else logits
+        return None if kind.single or kind.quiet else logits
 
     def _draft(self, frame: _Frame, kind: _Kind, last: Array, y: Array) -> None:
         """The MTP layer's tree for the next step, into the slots. y: the layer's rows of the last accepted tokens."""

@@ -35,13 +35,16 @@ class Eager:
     def rehearse(self, key: Hashable, step: Callable[[], object], later: Sequence[Callable[[], object]] = ()) -> None:
         """Runs a step that changes nothing (its batch is empty), as kernels.rehearse does, and captures it."""
 
-    def run(self, key: Hashable, step: Callable[[], T]) -> T:
-        """Runs the step; returns what it gives: arrays that may be read until the next step."""
+    def run(self, key: Hashable, step: Callable[[], T], again: bool = False) -> T:
+        """Runs the step; returns what it gives: arrays that may be read until the next step.
+
+        again: it need not be rehearsed: it is captured when it runs for the second time"""
         return step()
 
 
 class Graphs:
-    """Captures each key's step at its rehearsal and replays it from then on: no launch from Python, no allocation.
+    """Captures each key's step at its rehearsal, or when it comes again, and replays it from then on: no launch from
+    Python, no allocation.
 
     captures, replays: steps that were captured, and that ran as a graph, so far
     """
@@ -52,6 +55,7 @@ class Graphs:
         self.stream = cupy.cuda.Stream()  # in order with what runs on the default stream, such as clearing a slot
         self._pool = cupy.cuda.MemoryPool()
         self._graphs: dict[Hashable, tuple[Any, object] | None] = {}
+        self._launched: set[Hashable] = set()  # kernel by kernel, once
         self.captures = self.replays = 0
 
     @contextlib.contextmanager
@@ -81,28 +85,35 @@ class Graphs:
         with self.on():
             kernels.rehearse(step, later)  # the pool is large enough then, too
             self.stream.synchronize()
-            self.stream.begin_capture()
-            problem, kept = None, None
-            try:
-                kept = step()  # arrays that are read after the graph has run
-            except Exception as error:
-                problem = error
-            try:
-                graph = self.stream.end_capture()
-            except self._cupy.cuda.runtime.CUDARuntimeError as error:
-                problem = problem or error
-        if problem is not None:
-            warnings.warn(f"step {key} cannot be captured and runs kernel by kernel: {problem}", stacklevel=2)
-        self.captures += 1
-        self._graphs[key] = None if problem is not None else (graph, kept)
+            self._capture(key, step)
 
-    def run(self, key: Hashable, step: Callable[[], T]) -> T:
+    def run(self, key: Hashable, step: Callable[[], T], again: bool = False) -> T:
         """As Eager.run: replays the key's graph where it has one."""
         with self.on():
+            if again and key in self._launched and key not in self._graphs:
+                self._capture(key, step)
             captured = self._graphs.get(key)
             if captured is None:
+                self._launched.add(key)
                 return step()
             graph, kept = captured
             graph.launch(self.stream)
             self.replays += 1
             return cast(T, kept)
+
+    def _capture(self, key: Hashable, step: Callable[[], object]) -> None:
+        """Makes the key's graph of a step whose kernels are there and for which the pool is large enough."""
+        self.stream.begin_capture()
+        problem, kept = None, None
+        try:
+            kept = step()  # arrays that are read after the graph has run
+        except Exception as error:
+            problem = error
+        try:
+            graph = self.stream.end_capture()
+        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            problem = problem or error
+        if problem is not None:
+            warnings.warn(f"step {key} cannot be captured and runs kernel by kernel: {problem}", stacklevel=3)
+        self.captures += 1
+        self._graphs[key] = None if problem is not None else (graph, kept)

@@ -42,7 +42,7 @@ class FakeGraphs(Eager):
     def rehearse(self, key, step, later=()):
         self.captures += 1
 
-    def run(self, key, step):
+    def run(self, key, step, again=False):
         self.replays += 1
         return step()
 

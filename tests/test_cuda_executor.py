@@ -23,7 +23,7 @@ from boleinfer.gdn_core import FEW, MANY
 from boleinfer.graphs import Eager
 from boleinfer.sampling import SamplingParams
 from boleinfer.scheduler import Scheduler
-from boleinfer.state import State
+from boleinfer.state import GDNLayer, State
 from tests.checkpoints import plausible_checkpoint
 from tests.running import VOCAB, engine_of, finish, load, request_of
 from tests.tiny import FAMILIES
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.parametrize(
 
 
 def cuda_engine(
-    folder, draft: str, max_batch: int = 3, max_rows: int = 64, nodes: int = 5, act: str = "float"
+    folder, draft: str, max_batch: int = 3, max_rows: int = 64, nodes: int = 5, act: str = "float", context: int = 120
 ) -> Engine:
     """An engine on the GPU whose memory is poisoned; on a real GPU its steps are graphs."""
     real = not isinstance(device.empty(1, np.int32), np.ndarray)
@@ -43,7 +43,7 @@ def cuda_engine(
     arrays = device_weights.load(folder, config, family.plan, device.dtype(act))
     model = family.build(config, arrays)
     scratch = 1 + max(nodes, 3)
-    pages = -(-(120 + scratch) // 16)
+    pages = -(-(context + scratch) // 16)
     state = State(config, max_batch, max_batch * pages, 16, 7, mtp=True, dtype=device.dtype(act), gpu=True, poison=True)
     allowed = np.arange(VOCAB) < 480
     allowed[500] = True
@@ -137,6 +137,27 @@ def test_everything_is_captured_beforehand(tmp_path, gpu, monkeypatch, nodes):
     for together in (prompts()[:1], prompts()):
         finish(engine, [request_of(p, greedy) for p in together])
     assert not late
+
+
+@pytest.mark.parametrize("draft", ["none", "mtp"])
+def test_steps_that_read_prompts_are_captured_when_they_come_again(tmp_path, gpu, draft):
+    """Launched kernel by kernel, captured, and replayed, they leave the same bits; not where logits are asked for."""
+    if gpu != "cuda":
+        pytest.skip("graphs were NOT tried: only a GPU captures")
+    engine = cuda_engine(plausible_checkpoint(tmp_path, "qwen3_5"), draft, max_rows=256, act="bf16", context=400)
+    runner, ids, found = engine.executor.runner, np.random.default_rng(0).integers(0, 470, 200).tolist(), []
+    for logprobs in (None, None, None, None, 1, 1):
+        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=logprobs)
+        request, before = request_of(ids, params, 400), (runner.captures, runner.replays)
+        engine.add(request)
+        engine.step()  # reads the prompt
+        counts = runner.captures - before[0], runner.replays - before[1]
+        layers = [m for m in engine.state.layers if isinstance(m, GDNLayer)]
+        memory = [device.download(a[request.home.slot]).tobytes() for m in layers for a in (m.S, m.window, *m.ring)]
+        found.append((counts, list(request.generated), memory))
+        finish(engine, [])
+    assert [counts for counts, *_ in found] == [(0, 0), (1, 1), (0, 1), (0, 1), (0, 0), (0, 0)]
+    assert all(left == [*found[0][1:]] for _, *left in found)
 
 
 def test_logprobs_are_of_the_step_that_ran(tmp_path, gpu):

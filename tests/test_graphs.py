@@ -61,6 +61,19 @@ def test_f52_a_captured_step_is_replayed(graphs):
     assert graphs.run("b", lambda: "launched") == "launched", "nobody rehearsed it"
 
 
+def test_a_step_that_may_come_again_is_captured_then(graphs):
+    """The first time it is launched kernel by kernel; nothing is launched while it is captured."""
+    seen = []
+
+    def step():
+        seen.append(graphs.stream.capturing)
+        return "kept" if graphs.stream.capturing else "launched"
+
+    assert [graphs.run("a", step, again=True) for _ in range(4)] == ["launched", "kept", "kept", "kept"]
+    assert seen == [False, True] and (graphs.captures, graphs.replays) == (1, 3)
+    assert [graphs.run("b", step) for _ in range(3)] == ["launched"] * 3 and graphs.captures == 1
+
+
 @pytest.mark.parametrize("how", ["raises", "waits", "raises and waits"])
 def test_f52_a_step_that_cannot_be_captured_runs_kernel_by_kernel(graphs, how):
     """One warning; the stream captures no longer, and other steps are captured and replayed as ever."""

@@ -192,7 +192,9 @@ def engine(lacking, compiler, graphs, tmp_path, monkeypatch):  # noqa: F811
         made = cuda_engine(plausible_checkpoint(tmp_path, "qwen3_5"), "mtp", nodes=3, max_rows=256)
         compiler.compiled.clear()
         made.executor.runner = graphs
-        monkeypatch.setattr(graphs, "run", lambda key, step: step())  # a graph here is nothing that can be replayed
+        monkeypatch.setattr(
+            graphs, "run", lambda key, step, again=False: step()
+        )  # a graph here is nothing that can be replayed
         monkeypatch.setattr(cuda_executor, "LARGEST_CAPTURED", 8)
         yield made
         monkeypatch.undo()

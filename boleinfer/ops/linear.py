@@ -308,15 +308,12 @@ def _many_rows(args: dict[str, Any], types: dict[str, str]) -> None:
 
 
 def blas(x: Array, w: Array, out: Array) -> bool:
-    """out = x w^T through cuBLAS, where it is installed and no graph is being captured; says whether it was done."""
+    """out = x w^T through cuBLAS, where it is installed; says whether it was done."""
     cupy, cublas = _cublas()
     if cublas is None or not isinstance(x, cupy.ndarray):
         return False
     if w.shape[1:] != x.shape[1:] or not w.flags.c_contiguous or x.strides[1] != x.itemsize:
         return False  # the kernel refuses it and says why
-    stream = cupy.cuda.get_current_stream()
-    if cupy.cuda.runtime.streamIsCapturing(stream.ptr):
-        return False
     gemm(x, w, out)
     return True
 
