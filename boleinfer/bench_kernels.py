@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from boleinfer import bench_tables, bench_tree, device, timing
+from boleinfer import bench_tables, bench_tree, cublas, device, timing
 from boleinfer.device import Array, Fp8
 from boleinfer.forest import Tree
 from boleinfer.hopper_fp8 import SCALED
@@ -79,9 +79,9 @@ def linear_rows(read_gb_s: float) -> Iterator[dict[str, Any]]:
                 us = timing.calls_us([functools.partial(linear, x, w) for w in many])
             sizes: dict[str, int | str] = {"weights": weights, "Dout": Dout, "Din": Din, "R": R}
             made = row(sizes, us, nbytes + 2 * R * (Din + Dout), read_gb_s)
-            if weights == "bf16" and products.has_cublas():
+            if weights == "bf16" and (library := cublas.library()) is not None:
                 out = device.empty((R, Dout), x.dtype)
-                made["cublas_us"] = timing.calls_us([functools.partial(products.gemm, x, w, out) for w in many])
+                made["cublas_us"] = timing.calls_us([functools.partial(library.product, x, w, out) for w in many])
             yield made
 
 
@@ -95,7 +95,7 @@ def matrix(Dout: int, Din: int, weights: str) -> Array | Fp8:
 
 @contextlib.contextmanager
 def own_products() -> Iterator[None]:
-    """Inside it linear never asks cuBLAS, which it does for many rows where nothing is captured."""
+    """Inside it linear never asks cuBLAS, which it does for many rows."""
     honest = products.blas
     products.blas = lambda x, w, out: False
     try:

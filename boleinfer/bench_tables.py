@@ -45,8 +45,8 @@ def decode(record: Record) -> str:
         table += (
             f"\n\nThe {g['graphs']} graphs of {g['shape']}, every number of rows and every way to draft, are captured "
             f"in {g['s']:.1f} s and take {g['bytes'] / 1e6:.0f} MB beside the {g['pool_bytes'] / 1e6:.0f} MB that all "
-            f"steps share. {g['prompt_graphs']} more are of steps with more rows, captured when they came for the second "
-            f"time. While more requests came and went, {g['captures_while_serving']} were captured."
+            f"steps share. {g['prompt_graphs']} more are of steps with more rows, captured when they came for the "
+            f"second time. While more requests came and went, {g['captures_while_serving']} were captured."
         )
     return table
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from boleinfer import backend, device, driver, kernels, memory_plan, nvrtc
+from boleinfer import backend, cublas, device, driver, kernels, memory_plan, nvrtc
 from boleinfer.config import ConfigError, read_config
 from boleinfer.memory_plan import size
 from boleinfer.ops import norms, relative_error
@@ -180,9 +180,7 @@ def _compiler(gpu: bool) -> Finding:
 
 
 def _cublas() -> Finding:
-    try:
-        from cupy_backends.cuda.libs import cublas  # noqa: F401
-    except ImportError:
+    if cublas.library() is None:
         return Finding("cuBLAS", "not installed; boleinfer's own kernels are used, long prompts are read slower")
     return Finding("cuBLAS", "there; used for long prompts")
 

@@ -4,6 +4,7 @@ import json
 import time
 from copy import deepcopy
 from statistics import median
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from boleinfer import (
     bench_tables,
     bench_tree,
     cli,
+    cublas,
     cuda_executor,
     device,
     kernels,
@@ -200,8 +202,7 @@ def test_kernels(pretend, monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(bench_tree, name, value)
     monkeypatch.setattr(device, "memory", lambda: (1 << 30, 1 << 30))
     monkeypatch.setattr(timing, "copies", lambda nbytes, least=2, most=4: 2)
-    monkeypatch.setattr(bench_kernels.products, "has_cublas", lambda: True)
-    monkeypatch.setattr(bench_kernels.products, "gemm", lambda x, w, out: None)
+    monkeypatch.setattr(cublas, "library", lambda: SimpleNamespace(product=lambda x, w, out: None))
     file = tmp_path / "kernels.json"
     assert cli.main(["bench", "kernels", "-o", str(file)]) == 0
     record = json.loads(file.read_text())

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from boleinfer import backend, cli, device, doctor, driver, kernels, nvrtc
+from boleinfer import backend, cli, cublas, device, doctor, driver, kernels, nvrtc
 from boleinfer.driver import Driver
 from boleinfer.nvrtc import Toolchain, ToolchainError
 from tests import emulator
@@ -59,7 +59,7 @@ class Fake:
         monkeypatch.setattr(doctor, "_self_test", lambda: doctor.Finding("self-test", "fine"))
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setitem(sys.modules, "cupy", self.cupy)
-        monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", SimpleNamespace(cublas=1))
+        monkeypatch.setattr(cublas, "library", lambda: object())
 
     def without_cupy(self):
         self.monkeypatch.setitem(sys.modules, "cupy", None)

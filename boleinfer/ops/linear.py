@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
 
-from boleinfer import device, hopper, hopper_fp8, kernels, whole
+from boleinfer import cublas, device, hopper, hopper_fp8, kernels, whole
 from boleinfer.device import Array, Fp8, Split
 from boleinfer.hopper_fp8 import split_rows, splits
 from boleinfer.ops import Case, sigmoid, silu
@@ -309,47 +308,12 @@ def _many_rows(args: dict[str, Any], types: dict[str, str]) -> None:
 
 def blas(x: Array, w: Array, out: Array) -> bool:
     """out = x w^T through cuBLAS, where it is installed; says whether it was done."""
-    cupy, cublas = _cublas()
-    if cublas is None or not isinstance(x, cupy.ndarray):
+    if isinstance(x, np.ndarray) or (library := cublas.library()) is None:
         return False
     if w.shape[1:] != x.shape[1:] or not w.flags.c_contiguous or x.strides[1] != x.itemsize:
         return False  # the kernel refuses it and says why
-    gemm(x, w, out)
+    library.product(x, w, out)
     return True
-
-
-def has_cublas() -> bool:
-    """Whether cuBLAS is installed."""
-    return _cublas()[1] is not None
-
-
-def gemm(x: Array, w: Array, out: Array) -> None:
-    """out = x w^T by cuBLAS, on the current stream: bf16 x [R, Din], rows perhaps further apart, and w [Dout, Din].
-
-    Only where cuBLAS is installed."""
-    cupy, cublas = _cublas()
-    (R, Din), Dout = x.shape, len(w)
-    Ldx = x.strides[0] // x.itemsize if R > 1 else Din
-    one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
-    bf16, result = 14, {"bf16": 14, "float": 0}[device.c_type(out)]  # cudaDataType
-    cublas.gemmEx(
-        cupy.cuda.device.get_cublas_handle(),
-        *(cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, Dout, R, Din),  # by columns: out^T = w x^T
-        *(one.ctypes.data, w.data.ptr, bf16, Din, x.data.ptr, bf16, Ldx),
-        *(zero.ctypes.data, out.data.ptr, result, Dout),
-        *(cublas.CUBLAS_COMPUTE_32F, cublas.CUBLAS_GEMM_DEFAULT),
-    )
-
-
-@functools.cache
-def _cublas() -> tuple[Any, Any]:
-    """CuPy and its binding of cuBLAS; (None, None) where the library is not installed."""
-    try:
-        import cupy
-        from cupy_backends.cuda.libs import cublas
-    except ImportError:
-        return None, None
-    return cupy, cublas
 
 
 def _linear_case(R: int, Din: int, Dout: int) -> Case:

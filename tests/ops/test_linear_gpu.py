@@ -7,9 +7,10 @@ import weakref
 import numpy as np
 import pytest
 
-from boleinfer import device, hopper, hopper_fp8, kernels
+from boleinfer import cublas, device, hopper, hopper_fp8, kernels
 from boleinfer.declaration import KernelError
 from boleinfer.device import Fp8
+from boleinfer.graphs import Graphs
 from boleinfer.ops import linear as ops_linear
 from boleinfer.ops import relative_error
 from boleinfer.ops.linear import gated_linear, linear, linear_pair, split_rows, swiglu
@@ -373,3 +374,21 @@ def test_in_a_captured_graph(gpu, family, R, kind):
     if R <= ops_linear.SOME_ROWS:
         np.testing.assert_array_equal(captured, eager)
     assert relative_error(captured, x.astype(np.float64) @ plain.T) < sums_bound(kind, gpu, family)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "float"])
+def test_cublas_gives_the_same_bits_inside_a_graph(gpu, dtype):
+    if gpu != "cuda" or cublas.library() is None:
+        pytest.skip("cuBLAS was NOT tried: it needs a GPU, and to be installed")
+    for R, Din, Dout in [(256, 512, 384), (1000, 1024, 2048), (2048, 2048, 512)]:
+        x, w, plain = made(R, Din, Dout, "bf16")
+        rows, graphs = device.upload(np.concatenate([x, x[:, :64]], 1))[:, :Din], Graphs()
+        out, found = device.empty((R, Dout), device.dtype(dtype)), []
+        for _ in range(3):  # alone, captured, replayed
+            device.fill(out, device.NAN_BYTE)
+            graphs.run("product", lambda rows=rows, w=w, out=out: ops_linear.blas(rows, w, out), again=True)
+            graphs.wait()
+            found.append(device.download(out).tobytes())
+        assert graphs.replays == 2 and len(set(found)) == 1
+        error = relative_error(device.download(out).astype(np.float64), x.astype(np.float64) @ plain.T)
+        assert error < (4e-3 if dtype == "bf16" else TENSOR_CORES)
