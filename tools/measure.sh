@@ -24,7 +24,7 @@ python3 cli.py kernels --arch "${ARCH:-90}" >"$out/kernels_report.txt" || exit 1
 
 receipt 1 pytest & receipt 2 check verify families & receipt 3 tokens & receipt 4 fuzz & receipt 5 steady churn &
 receipt 6 sanitizer big_pools &
-{ bench 0 decode decode --roofline; bench 0 verify verify; } &
+{ bench 0 decode decode --roofline; bench 0 verify verify; bench 0 ring ring; } &
 wait
 
 profiles=(speculation --part profiles never)
@@ -40,7 +40,6 @@ profiles=(speculation --part profiles never)
   # shellcheck disable=SC2086 # two words or none
   bench 1 gdn_tree tree $peers
   bench 1 kernels kernels
-  bench 1 ring ring
 } &
 wait
 bench 0 start start # alone: loading wants all of the host's memory bandwidth
