@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -46,6 +47,25 @@ def test_the_same_numbers_as_on_numpy(tmp_path, gpu, monkeypatch, family, act, k
         assert got.dtype == (act if matrix else FLOAT) and got.flags.c_contiguous, name
         np.testing.assert_array_equal(got, want[name].astype(got.dtype), err_msg=name)
     assert (found["lm_head"] is found["embed_tokens"]) == (want["lm_head"] is want["embed_tokens"])
+
+
+def test_the_threads_that_copy_use_the_callers_gpu(tmp_path, gpu, monkeypatch):
+    """A new thread would begin with the first GPU."""
+    if gpu == "cuda":
+        pytest.skip("the caller's GPU is the first one here: nothing would be told apart")
+    monkeypatch.setattr(device_weights, "STAGING", 4096)
+    monkeypatch.setattr(device, "current", lambda: 7)
+    using: dict[int, int] = {}
+    monkeypatch.setattr(device, "use", lambda number: using.update({threading.get_ident(): number}))
+    made, staged = device.Staging, []
+
+    def staging(nbytes):
+        staged.append(using.get(threading.get_ident()))
+        return made(nbytes)
+
+    monkeypatch.setattr(device, "Staging", staging)
+    on_gpu(plausible_checkpoint(tmp_path, "qwen3_5", "BF16"), BF16)
+    assert staged and set(staged) == {7}
 
 
 @pytest.mark.parametrize("cut", [True, False])
