@@ -13,6 +13,7 @@ examples:
   boleinfer bench cpu --prompts 2 --repeats 1      a quick look
   boleinfer bench decode                           plain decoding of published sizes on the GPU
   boleinfer bench decode --random-weights qwen3.5-9b qwen3.5-9b-fp8 --batch 1 8 32 --roofline
+  boleinfer bench prompts --random-weights qwen3.5-9b --lengths 200 2000     the first token of prompts
   boleinfer bench verify                           what a step of many rows costs there, against one row
   boleinfer bench kernels --only linear            products beside cuBLAS
   boleinfer bench tree --requests 1 32             trees in the delta rule and in attention, beside their floors
@@ -26,7 +27,7 @@ Each writes its file in benchmarks/results of this checkout when it ran as it st
 
 
 def add_bench_commands(bench: argparse.ArgumentParser) -> None:
-    """cpu, decode, verify, kernels, tree, ring, speculation, start and step below `boleinfer bench`."""
+    """cpu, decode, prompts, verify, kernels, tree, ring, speculation, start and step below `boleinfer bench`."""
     commands = bench.add_subparsers(title="what is measured", metavar="WHAT", required=True)
 
     def command(name: str, module: str, summary: str, file: str = "") -> argparse.ArgumentParser:
@@ -50,6 +51,12 @@ def add_bench_commands(bench: argparse.ArgumentParser) -> None:
     decode.add_argument("--batch", type=count, nargs="+", metavar="N", help="requests at once (default: 1 to 128)")
     decode.add_argument("--roofline", action="store_true", help="also draw what it reached, beside the result (.svg)")
     _add_prompt(decode)
+
+    prompts = command(
+        "prompts", "bench_prompts", "one request's first token, by the length of its prompt", "prompts.json"
+    )
+    _add_sizes(prompts)
+    prompts.add_argument("--lengths", type=count, nargs="+", metavar="N", help="tokens (default: 100 to 8000)")
 
     verify = command("verify", "bench_gpu", "a step of many rows against one of one row, on the GPU", "verify.json")
     _add_sizes(verify)

@@ -178,8 +178,9 @@ def executor_of(llm: LLM) -> CudaExecutor:
 
 def decode_row(llm: LLM, size: str, batch: int, prompt: int, read_gb_s: float) -> dict[str, Any]:
     """One batch of one shape."""
-    requests, _ = read_prompts(llm, min(batch, 2), prompt)  # compiles
-    drop(llm, requests)
+    for _ in range(2):  # compiles; captures steps that read much of a prompt
+        requests, _ = read_prompts(llm, min(batch, 8), prompt)
+        drop(llm, requests)
     requests, prefill_s = read_prompts(llm, batch, prompt)
     step_s(llm, WARM)
     runner = executor_of(llm).runner
@@ -285,6 +286,15 @@ def step_bytes(llm: LLM, batch: int, context: float) -> int:
     ring = memory.ring * (next(m.ring.g.shape[1] for m in state.layers if isinstance(m, GDNLayer)) - 1) / 2
     window = memory.conv * (1 - 1 / c.linear_conv_kernel_dim)
     return round(weights + batch * (memory.state + window + ring + memory.kv * context))
+
+
+def weight_sizes(llm: LLM) -> tuple[int, int, int]:
+    """Of a dense model: bytes of all weights that a step reads, numbers in those of the layers, and in the head."""
+    weights = [w for w, _ in _read_weights(llm)]
+    nbytes = sum(w.bits.nbytes + w.scale.nbytes if isinstance(w, Fp8) else w.nbytes for w in weights)
+    numbers = sum(w.bits.size if isinstance(w, Fp8) else w.size for w in weights)
+    head = llm.config.vocab_size * llm.config.hidden_size
+    return nbytes, numbers - head, head
 
 
 def step_flop(llm: LLM, batch: int) -> int:

@@ -51,6 +51,30 @@ def decode(record: Record) -> str:
     return table
 
 
+def prompts(record: Record) -> str:
+    """prompts.json."""
+    rows = [
+        (
+            r["shape"],
+            f"{r['prompt']:,}",
+            f"{r['ms']:.1f}",
+            f"{r['first_ms']:.0f}",
+            f"{r['tokens_per_s']:,.0f}",
+            f"{r['floor_ms']:.1f}",
+            f"{r['share']:.0%}",
+        )
+        for r in record["rows"]
+    ]
+    titles = ("shape", "prompt", "first token, ms", "the first time", "tok/s", "floor ms", "share")
+    return (
+        f"{_machine(record)}: milliseconds from one request's prompt to its first token, bfloat16, random weights, "
+        "nothing drafted. *The first time* the kernels of steps of so many rows are launched one by one; from the "
+        "third time on they are graphs. *Floor*: the products with weights alone, at the memory's "
+        f"{record['read_gb_s']:,.0f} GB/s or the {record['product_tflop_s']:,.0f} TFLOP/s that a large product got in "
+        f"the same run.\n\n{_table(titles, rows)}"
+    )
+
+
 def verify(record: Record) -> str:
     """verify.json: shapes down, rows across."""
     counts = sorted({r["rows"] for r in record["rows"]})
@@ -171,6 +195,7 @@ def start(record: Record) -> str:
 
 FILES = {
     "decode.json": decode,
+    "prompts.json": prompts,
     "verify.json": verify,
     "kernels.json": kernels,
     "gdn_tree.json": tree,

@@ -12,6 +12,7 @@ import pytest
 from boleinfer import (
     bench_gpu,
     bench_kernels,
+    bench_prompts,
     bench_start,
     bench_tables,
     bench_tree,
@@ -88,7 +89,7 @@ def pretend(monkeypatch):
     for module in (cuda_executor, bench_gpu, timing):
         monkeypatch.setattr(module, "Graphs", FakeGraphs)
     monkeypatch.setattr(timing, "event_ms", clock_ms)
-    for module in (bench_gpu, bench_kernels, bench_start):
+    for module in (bench_gpu, bench_kernels, bench_prompts, bench_start):
         monkeypatch.setattr(module, "gpu_provenance", lambda: dict(GPU))
     honest = timing.read_gb_s
     monkeypatch.setattr(timing, "read_gb_s", lambda: honest(1 << 16))
@@ -124,6 +125,41 @@ def test_decode(pretend, tmp_path, capsys):
         assert row["context"] == pytest.approx(20 + 1 + 2, abs=2)
         assert row["launches"] > 20
     assert "| tiny | 1 |" in capsys.readouterr().out
+
+
+def test_prompts(pretend, monkeypatch, tmp_path, capsys):
+    file = tmp_path / "prompts.json"
+    args = ["bench", "prompts", "--random-weights", TINY, "--lengths", "5", "40", "-o", str(file)]
+    assert cli.main(args) == 0
+    record = json.loads(file.read_text())
+    assert [row["prompt"] for row in record["rows"]] == [5, 40] and record["gpu"] == GPU["gpu"]
+    for row in record["rows"]:
+        assert row["same_tokens"] and row["ms"] > 0 and row["first_ms"] > 0
+        assert row["tokens_per_s"] == pytest.approx(1e3 * row["prompt"] / row["ms"])
+        assert row["share"] == pytest.approx(row["floor_ms"] / row["ms"])
+    assert "| tiny | 40 |" in capsys.readouterr().out
+
+    honest, said = bench_prompts.read_prompts, iter(range(9))
+
+    def spoilt(*args):
+        requests, seconds = honest(*args)
+        requests[0].tokens[-1] += next(said) == 3
+        return requests, seconds
+
+    monkeypatch.setattr(bench_prompts, "read_prompts", spoilt)
+    assert cli.main(args[:-3]) == 1
+
+
+def test_the_floor_of_a_prompt(pretend):
+    """A short one reads the weights once; a long one multiplies, each piece the head once."""
+    llm = LLM(device="cuda", random_weights=TINY, draft="none", max_model_len=64, max_rows=16)
+    nbytes, layers, head = bench_gpu.weight_sizes(llm)
+    matrices = {n: w for n, w in llm.model.weights.items() if n != "embed_tokens" and not n.startswith("mtp.")}
+    assert nbytes == sum(w.nbytes for w in matrices.values())
+    assert layers == sum(w.size for n, w in matrices.items() if n != "lm_head")
+    assert head == matrices["lm_head"].size
+    assert bench_prompts.floor(llm, 3, 1.0, 1e9) == pytest.approx(nbytes / 1e6)
+    assert bench_prompts.floor(llm, 35, 1e9, 1.0) == pytest.approx(2 * (35 * layers + 3 * head) / 1e9)
 
 
 @pytest.mark.parametrize("what", ["tokens", "logits"])

@@ -24,7 +24,7 @@ python3 cli.py kernels --arch "${ARCH:-90}" >"$out/kernels_report.txt" || exit 1
 
 receipt 1 pytest & receipt 2 check verify families & receipt 3 tokens & receipt 4 fuzz & receipt 5 steady churn &
 receipt 6 sanitizer big_pools &
-{ bench 0 decode decode --roofline; bench 0 verify verify; bench 0 ring ring; } &
+{ bench 0 decode decode --roofline; bench 0 prompts prompts; bench 0 verify verify; bench 0 ring ring; } &
 wait
 
 profiles=(speculation --part profiles never)
