@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +17,14 @@ _BF16, _TRANSPOSED, _AS_IT_IS, _FLOAT_SUMS, _CHOOSES = 14, 1, 0, 68, -1  # cudaD
 _OUT = {"bf16": _BF16, "float": 0}
 
 
+class _Room(NamedTuple):
+    """What the library has for one stream of one GPU."""
+
+    handle: ctypes.c_void_p
+    workspace: Array
+    stream: weakref.ref[Any]
+
+
 class Library:
     """The library's functions. Raises what cuda.pathfinder and ctypes raise where it is missing."""
 
@@ -22,7 +32,7 @@ class Library:
         from cuda.pathfinder import load_nvidia_dynamic_lib
 
         self._calls = ctypes.CDLL(str(load_nvidia_dynamic_lib("cublas").abs_path))
-        self._handles: dict[tuple[int, int], tuple[ctypes.c_void_p, Array]] = {}  # by GPU and stream
+        self._rooms: dict[tuple[int, int], _Room] = {}  # by GPU and stream
 
     def product(self, x: Array, w: Array, out: Array) -> None:
         """out = x w^T on the current stream, of which no graph may be captured the first time.
@@ -42,16 +52,32 @@ class Library:
 
     def _handle(self) -> ctypes.c_void_p:
         cuda = device.cupy().cuda
-        where = int(cuda.Device().id), int(cuda.get_current_stream().ptr)
-        if where not in self._handles:
-            handle = ctypes.c_void_p()
-            pool = device.cupy().get_default_memory_pool()  # not that of the steps, which reuse theirs
-            room = device.cupy().ndarray((WORKSPACE,), np.uint8, pool.malloc(WORKSPACE))
-            self._call("cublasCreate_v2", ctypes.byref(handle))
-            self._call("cublasSetStream_v2", handle, ctypes.c_void_p(where[1]))
-            self._call("cublasSetWorkspace_v2", handle, _at(room), ctypes.c_size_t(WORKSPACE))
-            self._handles[where] = handle, room
-        return self._handles[where][0]
+        stream = cuda.get_current_stream()
+        where = int(cuda.Device().id), int(stream.ptr)
+        room = self._rooms.get(where)
+        if room is None:
+            self._leave_ended()
+            room = self._rooms[where] = self._room(stream)
+        elif room.stream() is not stream:  # a new one at an old one's address takes over what that had
+            room = self._rooms[where] = room._replace(stream=weakref.ref(stream))
+        return room.handle
+
+    def _room(self, stream: Any) -> _Room:
+        handle = ctypes.c_void_p()
+        pool = device.cupy().get_default_memory_pool()  # not that of the steps, which reuse theirs
+        workspace = device.cupy().ndarray((WORKSPACE,), np.uint8, pool.malloc(WORKSPACE))
+        self._call("cublasCreate_v2", ctypes.byref(handle))
+        self._call("cublasSetStream_v2", handle, ctypes.c_void_p(int(stream.ptr)))
+        self._call("cublasSetWorkspace_v2", handle, _at(workspace), ctypes.c_size_t(WORKSPACE))
+        return _Room(handle, workspace, weakref.ref(stream))
+
+    def _leave_ended(self) -> None:
+        """Gives back what streams had that are gone. The GPU is waited for, which would break off a capture: so not as
+        soon as a stream goes, which may be at any time, but before another one gets a handle."""
+        for where, room in list(self._rooms.items()):
+            if room.stream() is None:
+                self._call("cublasDestroy_v2", room.handle)
+                del self._rooms[where]
 
     def _call(self, name: str, *args: object) -> None:
         if status := getattr(self._calls, name)(*args):

@@ -392,3 +392,25 @@ def test_cublas_gives_the_same_bits_inside_a_graph(gpu, dtype):
         assert graphs.replays == 2 and len(set(found)) == 1
         error = relative_error(device.download(out).astype(np.float64), x.astype(np.float64) @ plain.T)
         assert error < (4e-3 if dtype == "bf16" else TENSOR_CORES)
+
+
+def test_cublas_keeps_a_handle_for_each_stream_that_is_there(gpu):
+    if gpu != "cuda" or (library := cublas.library()) is None:
+        pytest.skip("cuBLAS was NOT tried: it needs a GPU, and to be installed")
+    x, w, plain = made(256, 512, 384, "bf16")
+    rows, out = device.upload(x), device.empty((256, 384), device.dtype("bf16"))
+    bits, ended = [], [Graphs() for _ in range(3)]
+    for graphs in ended:
+        graphs.run("product", lambda: ops_linear.blas(rows, w, out))
+        graphs.wait()
+        bits.append(device.download(out).tobytes())
+    streams = [weakref.ref(graphs.stream) for graphs in ended]
+    assert all(any(room.stream is of for room in library._rooms.values()) for of in streams)  # its own, not a copy
+    del graphs, ended
+    gc.collect()
+    assert not any(of() for of in streams)
+    graphs = Graphs()
+    graphs.run("product", lambda: ops_linear.blas(rows, w, out))
+    graphs.wait()
+    assert device.download(out).tobytes() == bits[0] and len(set(bits)) == 1
+    assert not any(room.stream is of for room in library._rooms.values() for of in streams)
