@@ -178,10 +178,7 @@ def executor_of(llm: LLM) -> CudaExecutor:
 
 def decode_row(llm: LLM, size: str, batch: int, prompt: int, read_gb_s: float) -> dict[str, Any]:
     """One batch of one shape."""
-    for _ in range(2):  # compiles; captures steps that read much of a prompt
-        requests, _ = read_prompts(llm, min(batch, 8), prompt)
-        drop(llm, requests)
-    requests, prefill_s = read_prompts(llm, batch, prompt)
+    requests, _ = read_prompts(llm, batch, prompt)
     step_s(llm, WARM)
     runner = executor_of(llm).runner
     replays = runner.replays if isinstance(runner, Graphs) else 0
@@ -212,7 +209,6 @@ def decode_row(llm: LLM, size: str, batch: int, prompt: int, read_gb_s: float) -
         "flop": step_flop(llm, batch),
         "launches": launches,
         "captured": captured,
-        "prefill_tokens_per_s": batch * prompt / prefill_s,
         "same_tokens": again[0] == answers[0],
         "same_logits": np.array_equal(again[1], answers[1]),
     }

@@ -19,7 +19,6 @@ def decode(record: Record) -> str:
             f"{r['share']:.0%}",
             f"{1e3 * r['batch'] / r['ms']:.0f}",
             r["launches"],
-            f"{r['prefill_tokens_per_s']:,.0f}",
         )
         for r in record["rows"]
     ]
@@ -33,7 +32,6 @@ def decode(record: Record) -> str:
         "share",
         "tokens/s",
         "kernels",
-        "prompt tok/s",
     )
     table = (
         f"{_machine(record)}: plain decoding in bfloat16 (fp8: matrices in blocks of 128 x 128), random weights, about "
@@ -68,8 +66,8 @@ def prompts(record: Record) -> str:
     titles = ("shape", "prompt", "first token, ms", "the first time", "tok/s", "floor ms", "share")
     return (
         f"{_machine(record)}: milliseconds from one request's prompt to its first token, bfloat16, random weights, "
-        "nothing drafted. *The first time* the kernels of steps of so many rows are launched one by one; from the "
-        "third time on they are graphs. *Floor*: the products with weights alone, at the memory's "
+        "nothing drafted. *The first time* the kernels of steps of so many rows are loaded, where none has used them, and "
+        "launched one by one; from the third time on they are graphs. *Floor*: the products with weights alone, at the memory's "
         f"{record['read_gb_s']:,.0f} GB/s or the {record['product_tflop_s']:,.0f} TFLOP/s that a large product got in "
         f"the same run.\n\n{_table(titles, rows)}"
     )

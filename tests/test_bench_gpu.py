@@ -91,6 +91,7 @@ def pretend(monkeypatch):
     monkeypatch.setattr(timing, "event_ms", clock_ms)
     for module in (bench_gpu, bench_kernels, bench_prompts, bench_start):
         monkeypatch.setattr(module, "gpu_provenance", lambda: dict(GPU))
+    monkeypatch.setattr(timing, "READINGS", 2)
     honest = timing.read_gb_s
     monkeypatch.setattr(timing, "read_gb_s", lambda: honest(1 << 16))
     with emulated():
@@ -121,7 +122,7 @@ def test_decode(pretend, tmp_path, capsys):
     assert [row["rows"] for row in record["rows"]] == [1, 8]
     for row in record["rows"]:
         assert row["same_tokens"] and row["same_logits"] and row["captured"]
-        assert row["share"] == pytest.approx(row["floor_ms"] / row["ms"]) and row["prefill_tokens_per_s"] > 0
+        assert row["share"] == pytest.approx(row["floor_ms"] / row["ms"])
         assert row["context"] == pytest.approx(20 + 1 + 2, abs=2)
         assert row["launches"] > 20
     assert "| tiny | 1 |" in capsys.readouterr().out

@@ -46,6 +46,22 @@ def test_events_time_one_run(monkeypatch):
     assert clock.calls == 12
 
 
+def test_what_memory_gives_is_the_quickest_reading(monkeypatch):
+    clock = Clock(4.0)
+
+    def launch(*_):
+        clock.ms = 1.0 if clock.calls >= 60 else 4.0  # it takes a while to wake up
+        clock.work()
+
+    for name in ("buffer", "empty"):
+        monkeypatch.setattr(device, name, lambda *_, **__: None)
+    monkeypatch.setattr(device, "multiprocessors", lambda: 7)
+    monkeypatch.setattr(device, "cupy", clock.cupy)
+    monkeypatch.setattr(kernels, "launch", launch)
+    assert timing.read_gb_s(10**9) == pytest.approx(1000)
+    assert clock.calls == 4 * timing.READINGS
+
+
 @pytest.mark.parametrize("ms, most", [(0.001, 400), (50.0, 40)])
 def test_calls_are_repeated_as_their_time_allows(monkeypatch, ms, most):
     clock = Clock(ms)

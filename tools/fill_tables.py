@@ -31,7 +31,7 @@ README = ("README.md", "## How fast on a GPU")
 BEFORE = "## Where to start reading"  # what a new section of the README is put in front of
 WHAT = {
     "decode.json": "`boleinfer bench decode` measures plain decoding, with random weights of the published shapes:",
-    "prompts.json": "`boleinfer bench prompts` measures prompts:",
+    "prompts.json": "`boleinfer bench prompts` measures how long a prompt takes:",
     "verify.json": "`boleinfer bench verify` measures what more rows cost, and so how large a draft may be:",
     "gdn_tree.json in short": "`boleinfer bench tree` measures trees in the recurrence ([more](docs/tree-kernel.md)):",
     "speculation.json": "`boleinfer bench speculation` measures what drafting gains "
