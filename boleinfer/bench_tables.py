@@ -66,10 +66,10 @@ def prompts(record: Record) -> str:
     titles = ("shape", "prompt", "first token, ms", "the first time", "tok/s", "floor ms", "share")
     return (
         f"{_machine(record)}: milliseconds from one request's prompt to its first token, bfloat16, random weights, "
-        "nothing drafted. *The first time* the kernels of steps of so many rows are loaded, where none has used them, and "
-        "launched one by one; from the third time on they are graphs. *Floor*: the products with weights alone, at the memory's "
-        f"{record['read_gb_s']:,.0f} GB/s or the {record['product_tflop_s']:,.0f} TFLOP/s that a large product got in "
-        f"the same run.\n\n{_table(titles, rows)}"
+        "nothing drafted. *The first time* the kernels of steps of so many rows are loaded, where none has used them, "
+        "and launched one by one; from the third time on they are graphs. *Floor*: the products with weights alone, at "
+        f"the memory's {record['read_gb_s']:,.0f} GB/s or the {record['product_tflop_s']:,.0f} TFLOP/s that a large "
+        f"product got in the same run.\n\n{_table(titles, rows)}"
     )
 
 
