@@ -94,7 +94,7 @@ def copies(nbytes: int, least: int = 8, most: int = 256) -> int:
 
 def read_gb_s(nbytes: int = 1 << 32) -> float:
     """GB/s of a kernel that reads a buffer of so many bytes and does nothing else, the best of many: a floor is what
-    nothing falls below, and the first readings of a GPU that was idle are up to 4 % slower."""
+    nothing falls below, and a few readings by a new process were up to 4 % slower than memory is."""
     blocks = 16 * device.multiprocessors()  # two waves of eight
     x = device.buffer((nbytes // 4,), np.uint32, poison=True)
     out = device.empty((8 * blocks,), np.uint32)
