@@ -79,6 +79,7 @@ def pretend(monkeypatch):
         "linear_num_value_heads": 4,
         "intermediate_size": 96,
         "vocab_size": 8192,
+        "max_position_embeddings": 512,
         "layer_types": tiny["text_config"]["layer_types"][:4],
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
     }
