@@ -236,8 +236,7 @@ def launches_of_a_step(llm: LLM, batch: int, prompt: int) -> int:
 
 
 def verify_rows(size: str, counts: Sequence[int], prompt: int) -> list[dict[str, Any]]:
-    """One shape: trees of each number of nodes, the root included; all of them in turn, ROUNDS times, since a process'
-    first minute is up to 2 % slower at many rows than the next one."""
+    """One shape: trees of each number of nodes, the root included."""
     rng = np.random.default_rng(1)
     trees = {n: random_tree(n - 1, rng) for n in counts}
     nodes = counts[0]
@@ -246,18 +245,14 @@ def verify_rows(size: str, counts: Sequence[int], prompt: int) -> list[dict[str,
         return trees[nodes]
 
     llm = load(size, prompt, 1, ScriptedDrafter(tree_of), max(1, max(counts) - 1))
-    ms: dict[int, list[float]] = {n: [] for n in counts}
-    alone_ms: dict[int, list[float]] = {n: [] for n in counts}
-    for _ in range(ROUNDS):
-        requests, _ = read_prompts(llm, 1, prompt)
-        for nodes in counts:
-            step_s(llm, 3)
-            ms[nodes].append(1e3 * median(step_s(llm, STEPS // 4)))
-            alone_ms[nodes].append(graph_ms(llm, nodes, REPLAYS // 2))
-        drop(llm, requests)
-    found: list[dict[str, Any]] = [
-        {"shape": size, "rows": n, "ms": median(ms[n]), "graph_ms": median(alone_ms[n])} for n in counts
-    ]
+    requests, _ = read_prompts(llm, 1, prompt)
+    found: list[dict[str, Any]] = []
+    for nodes in counts:
+        step_s(llm, 3)
+        ms = 1e3 * median(step_s(llm, STEPS // 4))
+        alone_ms = graph_ms(llm, nodes, REPLAYS // 2)
+        found.append({"shape": size, "rows": nodes, "ms": ms, "graph_ms": alone_ms})
+    drop(llm, requests)
     for row in found:
         row["relative"] = row["graph_ms"] / found[0]["graph_ms"]
         row["relative_wall"] = row["ms"] / found[0]["ms"]

@@ -210,20 +210,8 @@ def test_verify_runs_the_trees(pretend, monkeypatch):
         return honest(self, work, plan)
 
     monkeypatch.setattr(cuda_executor.CudaExecutor, "_part", part)
-    monkeypatch.setattr(bench_gpu, "ROUNDS", 2)
     bench_gpu.verify_rows(TINY, [1, 12], 10)
-    assert [n for n, before in zip(seen, [0, *seen]) if n != before] == [1, 12, 1, 12]  # all of them in turn, twice
-
-
-def test_verify_says_what_is_typical(pretend, monkeypatch):
-    """The median of all rounds, for steps and for graphs."""
-    times = iter([5.0, 9.0, 1.0, 2.0, 3.0, 4.0])
-    monkeypatch.setattr(bench_gpu, "ROUNDS", 3)
-    monkeypatch.setattr(bench_gpu, "graph_ms", lambda llm, rows, repeats: next(times))
-    monkeypatch.setattr(bench_gpu, "step_s", lambda llm, steps: [0.5] * steps)
-    one, two = bench_gpu.verify_rows(TINY, [1, 2], 10)
-    assert (one["graph_ms"], two["graph_ms"], two["relative"]) == (3.0, 4.0, 4 / 3)
-    assert one["ms"] == two["ms"] == 500.0
+    assert set(seen) == {1, 12}
 
 
 def test_step(pretend, tmp_path, capsys):
