@@ -266,31 +266,26 @@ def random_tree(nodes: int, rng: np.random.Generator) -> Tree:
 
 
 def step_bytes(llm: LLM, batch: int, context: float) -> int:
-    """Bytes that a step of one row a request has to read, each once.
-
-    Weights without the embedding table (a tied one is the head) and the MTP layer, FP8 ones with their scales, of
-    experts those that so many independent rows choose; states, windows but for the row's own place, rings half full,
-    keys and values."""
-    c = llm.config
-    chosen = 1 - (1 - c.num_experts_per_tok / max(1, c.num_experts)) ** batch
-    weights = sum(
-        (chosen if expert else 1) * (w.bits.nbytes + w.scale.nbytes if isinstance(w, Fp8) else w.nbytes)
-        for w, expert in _read_weights(llm)
-    )
-    state = llm.engine.state
+    """Bytes that a step of one row a request has to read, each once: weights; states, windows but for the row's own
+    place, rings half full, keys and values."""
+    c, state = llm.config, llm.engine.state
     memory = Memory.of(c, False, state.dtype.itemsize, FLOAT)
     ring = memory.ring * (next(m.ring.g.shape[1] for m in state.layers if isinstance(m, GDNLayer)) - 1) / 2
     window = memory.conv * (1 - 1 / c.linear_conv_kernel_dim)
-    return round(weights + batch * (memory.state + window + ring + memory.kv * context))
+    return round(weight_bytes(llm, batch) + batch * (memory.state + window + ring + memory.kv * context))
 
 
-def weight_sizes(llm: LLM) -> tuple[int, int, int]:
-    """Of a dense model: bytes of all weights that a step reads, numbers in those of the layers, and in the head."""
-    weights = [w for w, _ in _read_weights(llm)]
-    nbytes = sum(w.bits.nbytes + w.scale.nbytes if isinstance(w, Fp8) else w.nbytes for w in weights)
-    numbers = sum(w.bits.size if isinstance(w, Fp8) else w.size for w in weights)
-    head = llm.config.vocab_size * llm.config.hidden_size
-    return nbytes, numbers - head, head
+def weight_bytes(llm: LLM, rows: int) -> float:
+    """Bytes of weights that a step of so many rows reads.
+
+    Without the embedding table (a tied one is the head) and the MTP layer, FP8 ones with their scales, of experts those
+    that so many independent rows choose."""
+    c = llm.config
+    chosen = 1 - (1 - c.num_experts_per_tok / max(1, c.num_experts)) ** rows
+    return sum(
+        (chosen if expert else 1) * (w.bits.nbytes + w.scale.nbytes if isinstance(w, Fp8) else w.nbytes)
+        for w, expert in _read_weights(llm)
+    )
 
 
 def step_flop(llm: LLM, batch: int) -> int:

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from boleinfer import bench_tables, timing
-from boleinfer.bench_gpu import drop, product_tflop_s, read_prompts, weight_sizes
+from boleinfer.bench_gpu import drop, product_tflop_s, read_prompts, step_flop, weight_bytes
 from boleinfer.llm import LLM
 from boleinfer.provenance import gpu_provenance
 from boleinfer.results import output_file, write
@@ -60,11 +60,12 @@ def first_token(llm: LLM, length: int) -> dict[str, Any]:
 
 
 def floor(llm: LLM, length: int, read_gb_s: float, tflop_s: float) -> float:
-    """Milliseconds that the steps of a prompt take if products with weights are all they do: each reads all matrices
-    once, and multiplies every row with them, of the head the last row; whichever takes longer."""
-    nbytes, layers, head = weight_sizes(llm)
-    most, ms = llm.engine.scheduler.max_rows, 0.0
+    """Milliseconds that the steps of a prompt take if products with weights are all they do: each reads the matrices
+    that it needs once, and multiplies every row with them, but with the head one; whichever takes longer."""
+    most, head = llm.engine.scheduler.max_rows, llm.config.vocab_size * llm.config.hidden_size
+    ms = 0.0
     for begin in range(0, length, most):
-        flop = 2 * (min(most, length - begin) * layers + head)
-        ms += max(nbytes / read_gb_s / 1e6, flop / tflop_s / 1e9)
+        rows = min(most, length - begin)
+        flop = step_flop(llm, rows) - 2 * (rows - 1) * head
+        ms += max(weight_bytes(llm, rows) / read_gb_s / 1e6, flop / tflop_s / 1e9)
     return ms

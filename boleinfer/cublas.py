@@ -73,7 +73,8 @@ class Library:
 
     def _leave_ended(self) -> None:
         """Gives back what streams had that are gone. The GPU is waited for, which would break off a capture: so not as
-        soon as a stream goes, which may be at any time, but before another one gets a handle."""
+        soon as a stream goes, which may be at any time, but before another one gets a handle, when this thread captures
+        nothing. (What another thread captures just then it would break off still.)"""
         for where, room in list(self._rooms.items()):
             if room.stream() is None:
                 self._call("cublasDestroy_v2", room.handle)

@@ -6,7 +6,7 @@ from copy import deepcopy
 
 import pytest
 
-from boleinfer import bench_gpu, bench_graphs, bench_roofline, bench_tables, cli, cuda_executor, pricing
+from boleinfer import bench_gpu, bench_graphs, bench_prompts, bench_roofline, bench_tables, cli, cuda_executor, pricing
 from boleinfer.device import Fp8
 from boleinfer.llm import LLM
 from boleinfer.published import PUBLISHED
@@ -77,6 +77,9 @@ def test_floor_of_experts_is_what_is_chosen(experts):
     assert bench_gpu.step_bytes(llm, 10**6, 0) == rest + whole + 10**6 * request
     numbers = sum(w.size for w in others) + sum(w.size for w in stacks) / 4
     assert bench_gpu.step_flop(llm, 3) == 6 * numbers
+    head = llm.config.vocab_size * llm.config.hidden_size
+    assert bench_prompts.floor(llm, 3, 1e9, 1.0) == pytest.approx((6 * numbers - 4 * head) / 1e9)  # of a prompt
+    assert bench_prompts.floor(llm, 1, 1.0, 1e9) == pytest.approx((rest + whole / 4) / 1e6)
 
 
 def test_graphs_are_weighed(pretend, monkeypatch):  # noqa: F811

@@ -155,11 +155,9 @@ def test_prompts(pretend, monkeypatch, tmp_path, capsys):
 def test_the_floor_of_a_prompt(pretend):
     """A short one reads the weights once; a long one multiplies, each piece the head once."""
     llm = LLM(device="cuda", random_weights=TINY, draft="none", max_model_len=64, max_rows=16)
-    nbytes, layers, head = bench_gpu.weight_sizes(llm)
     matrices = {n: w for n, w in llm.model.weights.items() if n != "embed_tokens" and not n.startswith("mtp.")}
-    assert nbytes == sum(w.nbytes for w in matrices.values())
-    assert layers == sum(w.size for n, w in matrices.items() if n != "lm_head")
-    assert head == matrices["lm_head"].size
+    nbytes, head = sum(w.nbytes for w in matrices.values()), matrices["lm_head"].size
+    layers = sum(w.size for n, w in matrices.items() if n != "lm_head")
     assert bench_prompts.floor(llm, 3, 1.0, 1e9) == pytest.approx(nbytes / 1e6)
     assert bench_prompts.floor(llm, 35, 1e9, 1.0) == pytest.approx(2 * (35 * layers + 3 * head) / 1e9)
 
